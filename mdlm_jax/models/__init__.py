@@ -1,0 +1,1 @@
+"""Flax denoisers and their directories."""
