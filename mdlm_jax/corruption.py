@@ -1,0 +1,96 @@
+"""The forward process: clean tokens are replaced by MASK."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from mdlm_jax import noise, schedules
+
+_LINEAR = schedules.linear()
+
+
+class Corruption(NamedTuple):
+  """Corrupted tokens and where they were masked.
+
+  Attributes:
+    corrupted_ids: int32, MASK where masked, else the clean id. Shape `[B, L]`.
+    masked: which positions were masked here. It cannot be read off the ids:
+      clean text may hold the mask id. Boolean, shape `[B, L]`.
+  """
+
+  corrupted_ids: Int[Array, 'B L']
+  masked: Bool[Array, 'B L']
+
+
+def corrupt(
+  key: Key[Array, ''],
+  clean_ids: Int[Array, 'B L'],
+  t: Float[Array, 'B'],
+  valid: Bool[Array, 'B L'],
+  *,
+  mask_id: int,
+  schedule: schedules.Schedule = _LINEAR,
+  row_ids: Int[Array, 'B'] | None = None,
+  positions: Int[Array, 'B L'] | None = None,
+  protected: Bool[Array, 'B L'] | None = None,
+) -> Corruption:
+  """Masks each token independently with probability 1 - alpha(t).
+
+  q(z_t | x) of MDLM (arXiv 2406.07524, eq. 3): the number of masked tokens is
+  random, t is a probability and not a count. The noise of a position is a
+  function of the key, the row's global id and its logical position only.
+
+  Args:
+    key: the key of this step, consumed.
+    clean_ids: shape `[B, L]`.
+    t: noise level per row, in [0, 1]. Shape `[B]`.
+    valid: False at padding, which never changes. Shape `[B, L]`.
+    mask_id: the id of MASK.
+    schedule: the masking schedule.
+    row_ids: ids of the rows within the global batch; None: 0, 1, ... Shape
+      `[B]`.
+    positions: logical positions, which make the noise independent of the
+      padding side; None: 0, 1, ... from the left. Shape `[B, L]`.
+    protected: True where a token must stay, such as a prompt. Shape `[B, L]`.
+
+  Returns:
+    The corrupted ids and the map of masked positions.
+  """
+  num_rows, length = clean_ids.shape
+  if row_ids is None:
+    row_ids = jnp.arange(num_rows)
+  if positions is None:
+    positions = jnp.broadcast_to(jnp.arange(length), clean_ids.shape)
+  uniforms = jax.vmap(noise.position_uniforms)(
+    noise.row_keys(key, row_ids), positions
+  )
+  eligible = valid if protected is None else valid & ~protected
+  return corrupt_with_noise(
+    uniforms, clean_ids, 1.0 - schedule.alpha(t), eligible, mask_id=mask_id
+  )
+
+
+def corrupt_with_noise(
+  uniforms: Float[Array, 'B L'],
+  clean_ids: Int[Array, 'B L'],
+  mask_probability: Float[Array, 'B'],
+  eligible: Bool[Array, 'B L'],
+  *,
+  mask_id: int,
+) -> Corruption:
+  """The deterministic part of `corrupt`: masked where u < probability.
+
+  Args:
+    uniforms: in [0, 1). Shape `[B, L]`.
+    clean_ids: shape `[B, L]`.
+    mask_probability: probability of MASK per row. Shape `[B]`.
+    eligible: positions that may be masked. Shape `[B, L]`.
+    mask_id: the id of MASK.
+
+  Returns:
+    The corrupted ids and the map of masked positions.
+  """
+  masked = eligible & (uniforms < mask_probability[:, None])
+  return Corruption(jnp.where(masked, mask_id, clean_ids), masked)

@@ -1,0 +1,192 @@
+"""Bounds and losses of masked diffusion, each as a sum and a count.
+
+All of them read the log-probability that the network gives to the clean token
+and the map of masked positions; a visible token costs nothing, whatever the
+network says about it. Sums and counts of batches and devices are added, and
+divided once.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from mdlm_jax import schedules
+
+_LINEAR = schedules.linear()
+
+
+class Total(NamedTuple):
+  """A sum and the number of things it runs over; added with `jax.tree.map`.
+
+  Attributes:
+    sum: float32 scalar, in nats.
+    count: float32 scalar.
+  """
+
+  sum: Float[Array, '']
+  count: Float[Array, '']
+
+  @property
+  def mean(self) -> Float[Array, '']:
+    """sum / count, and 0 with gradient 0 where the count is 0."""
+    return jnp.where(
+      self.count > 0, self.sum / jnp.maximum(self.count, 1.0), 0.0
+    )
+
+
+def continuous_bound(
+  target_log_probs: Float[Array, 'B L'],
+  masked: Bool[Array, 'B L'],
+  valid: Bool[Array, 'B L'],
+  t: Float[Array, 'B'],
+  *,
+  schedule: schedules.Schedule = _LINEAR,
+) -> Total:
+  """The continuous-time bound on -log p(x), one draw of t and mask per row.
+
+  sum over masked positions of -alpha'(t) / (1 - alpha(t)) * -log p(x_l | z_t)
+  (MD4, arXiv 2406.04329, eq. 5; MDLM, arXiv 2406.07524, eq. 10). Its mean over
+  t ~ U(0, 1) is the bound, in nats. LLaDA's pre-training loss is the linear
+  case.
+
+  Args:
+    target_log_probs: log-probability of the clean token; anything at positions
+      that are not masked. Shape `[B, L]`.
+    masked: the masked positions, from the corruption. Shape `[B, L]`.
+    valid: the positions the bound is about; for the bound of an answer given a
+      prompt, the answer. Shape `[B, L]`.
+    t: the noise level used for the corruption, in (0, 1]. Shape `[B]`.
+    schedule: the masking schedule used for the corruption.
+
+  Returns:
+    The weighted sum over rows; count: valid positions.
+  """
+  return Total(
+    _weighted_sum(target_log_probs, masked & valid, schedule.weight(t)),
+    _count(valid),
+  )
+
+
+def discrete_bound(
+  target_log_probs: Float[Array, 'B L'],
+  masked: Bool[Array, 'B L'],
+  valid: Bool[Array, 'B L'],
+  t: Float[Array, 'B'],
+  *,
+  num_steps: int,
+  schedule: schedules.Schedule = _LINEAR,
+) -> Total:
+  """The bound of a chain of T steps, one draw of the step and mask per row.
+
+  As `continuous_bound` with the weight T (alpha_s - alpha_t) / (1 - alpha_t),
+  s = t - 1/T (MD4, arXiv 2406.04329, eq. 4). It is what T uniform steps of the
+  exact reverse kernel achieve, and falls to the continuous bound as T grows.
+
+  Args:
+    target_log_probs: as in `continuous_bound`. Shape `[B, L]`.
+    masked: the masked positions. Shape `[B, L]`.
+    valid: the positions the bound is about. Shape `[B, L]`.
+    t: the noise level used for the corruption, on the grid 1/T, ..., 1 (see
+      `schedules.discrete_times`). Shape `[B]`.
+    num_steps: number T of steps, at least 1.
+    schedule: the masking schedule used for the corruption.
+
+  Returns:
+    The weighted sum over rows; count: valid positions.
+
+  Raises:
+    ValueError: `num_steps` is below 1.
+  """
+  if num_steps < 1:
+    raise ValueError(f'{num_steps=} must be at least 1.')
+  s = (jnp.round(t * num_steps) - 1.0) / num_steps
+  weight = num_steps * schedules.reveal_probability(schedule, t, s)
+  return Total(
+    _weighted_sum(target_log_probs, masked & valid, weight), _count(valid)
+  )
+
+
+def cross_entropy(
+  target_log_probs: Float[Array, 'B L'], masked: Bool[Array, 'B L']
+) -> Total:
+  """Unweighted cross-entropy of the masked tokens (MaskGIT, BERT).
+
+  Args:
+    target_log_probs: as in `continuous_bound`. Shape `[B, L]`.
+    masked: the masked positions. Shape `[B, L]`.
+
+  Returns:
+    Sum over masked positions; count: masked positions.
+  """
+  ones = jnp.ones(masked.shape[0])
+  return Total(_weighted_sum(target_log_probs, masked, ones), _count(masked))
+
+
+def answer_loss(
+  target_log_probs: Float[Array, 'B L'],
+  masked: Bool[Array, 'B L'],
+  answer: Bool[Array, 'B L'],
+  t: Float[Array, 'B'],
+  *,
+  schedule: schedules.Schedule = _LINEAR,
+) -> Total:
+  """LLaDA's fine-tuning loss: each row's bound per token of its own answer.
+
+  Long and short answers weigh the same (LLaDA, arXiv 2502.09992, eq. 5).
+
+  Args:
+    target_log_probs: as in `continuous_bound`. Shape `[B, L]`.
+    masked: the masked positions. Shape `[B, L]`.
+    answer: the positions of the answer. Shape `[B, L]`.
+    t: the noise level used for the corruption, in (0, 1]. Shape `[B]`.
+    schedule: the masking schedule used for the corruption.
+
+  Returns:
+    Sum over rows of (weighted sum / answer length); count: rows that have an
+    answer.
+  """
+  lengths = jnp.sum(answer, axis=1)
+  weight = schedule.weight(t) / jnp.maximum(lengths, 1)
+  return Total(
+    _weighted_sum(target_log_probs, masked & answer, weight),
+    _count(lengths > 0),
+  )
+
+
+def carry_over(
+  log_probs: Float[Array, 'B L V'],
+  ids: Int[Array, 'B L'],
+  masked: Bool[Array, 'B L'],
+) -> Float[Array, 'B L V']:
+  """Puts all probability on the visible token where nothing is masked.
+
+  MDLM's carry-over unmasking, for parity with implementations that do it in
+  the network. The losses do not need it: they read masked positions only.
+
+  Args:
+    log_probs: shape `[B, L, V]`.
+    ids: the corrupted tokens. Shape `[B, L]`.
+    masked: the masked positions. Shape `[B, L]`.
+
+  Returns:
+    Log-probabilities, 0 and -inf at visible positions. Shape `[B, L, V]`.
+  """
+  visible = jax.nn.one_hot(ids, log_probs.shape[-1], dtype=bool)
+  return jnp.where(
+    masked[..., None], log_probs, jnp.where(visible, 0.0, -jnp.inf)
+  )
+
+
+def _weighted_sum(target_log_probs, masked, weight):
+  """Sum over masked positions of weight[b] * -log p, in float32."""
+  # Both factors are replaced before the product: 0 * inf would give NaN in the
+  # value or in the gradient.
+  weight = jnp.where(masked, weight[:, None], 0.0)
+  nats = jnp.where(masked, -target_log_probs.astype(jnp.float32), 0.0)
+  return jnp.sum(weight * nats)
+
+
+def _count(positions):
+  return jnp.sum(positions, dtype=jnp.float32)

@@ -1,0 +1,401 @@
+"""Masking schedules, time grids, time draws and planned counts.
+
+Diffusion time runs from t = 0 (clean) to t = 1 (all MASK). `alpha(t)` is the
+probability that a token is kept, 1 - alpha(t) that it is masked.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Key
+
+from mdlm_jax import noise
+
+
+class Schedule(NamedTuple):
+  """A masking schedule as four elementwise functions; hashable.
+
+  The bound of the losses runs over t in [0, 1]. It is complete only where
+  alpha(0) = 1 and alpha(1) = 0; each constructor says how far it is from that.
+  alpha(0) < 1 leaves out a reconstruction term (tokens still masked at t = 0),
+  alpha(1) > 0 a prior term (tokens still visible at t = 1): the bound is then
+  too low by both.
+
+  Attributes:
+    alpha: t in [0, 1] -> probability that a token is kept, decreasing.
+    derivative: t -> alpha'(t), never positive.
+    weight: t in (0, 1] -> -alpha'(t) / (1 - alpha(t)), the weight of the
+      continuous-time bound (MD4, arXiv 2406.04329, eq. 5), in a closed form
+      without cancellation. Infinite or very large at t = 0.
+    inverse: alpha -> t, for alpha between alpha(1) and alpha(0).
+  """
+
+  alpha: Callable
+  derivative: Callable
+  weight: Callable
+  inverse: Callable
+
+
+@functools.cache
+def linear() -> Schedule:
+  """alpha(t) = 1 - t: t itself is the masking probability.
+
+  Complete: alpha(0) = 1, alpha(1) = 0. LLaDA's masking probability
+  (1 - eps) t + eps is this schedule with times drawn from (eps, 1].
+  """
+  return Schedule(
+    alpha=lambda t: 1.0 - t,
+    derivative=lambda t: -jnp.ones_like(t),
+    weight=lambda t: 1.0 / t,
+    inverse=lambda alpha: 1.0 - alpha,
+  )
+
+
+@functools.cache
+def cosine() -> Schedule:
+  """alpha(t) = 1 - cos(pi/2 (1 - t)), MD4's cosine schedule.
+
+  Complete: alpha(0) = 1, alpha(1) = 0. It is not MDLM's `cosine`, where
+  alpha(t) is about cos(pi/2 t).
+  """
+  half_pi = jnp.pi / 2
+  # cos(pi/2 (1 - t)) = sin(pi/2 t): exact at t = 0 and precise near it.
+  return Schedule(
+    alpha=lambda t: 1.0 - jnp.sin(half_pi * t),
+    derivative=lambda t: -half_pi * jnp.sin(half_pi * (1.0 - t)),
+    weight=lambda t: (
+      half_pi * jnp.sin(half_pi * (1.0 - t)) / jnp.sin(half_pi * t)
+    ),
+    inverse=lambda alpha: jnp.arcsin(1.0 - alpha) / half_pi,
+  )
+
+
+@functools.cache
+def polynomial(exponent: float) -> Schedule:
+  """alpha(t) = 1 - t^exponent (MD4).
+
+  Complete: alpha(0) = 1, alpha(1) = 0. For exponents below 1 alpha'(0) is
+  infinite.
+
+  Raises:
+    ValueError: `exponent` is not above 0.
+  """
+  if not exponent > 0:
+    raise ValueError(f'{exponent=} must be above 0.')
+  return Schedule(
+    alpha=lambda t: 1.0 - t**exponent,
+    derivative=lambda t: -exponent * t ** (exponent - 1.0),
+    weight=lambda t: exponent / t,
+    inverse=lambda alpha: (1.0 - alpha) ** (1.0 / exponent),
+  )
+
+
+@functools.cache
+def geometric(sigma_min: float = 1e-5, sigma_max: float = 20.0) -> Schedule:
+  """alpha(t) = exp(-sigma), sigma = sigma_min^(1-t) sigma_max^t (SEDD, MDLM).
+
+  Incomplete at both ends: alpha(0) = exp(-sigma_min), alpha(1) =
+  exp(-sigma_max). With the defaults both gaps are below 1.1e-5 per token and
+  the bound lacks about that share of its terms.
+
+  Raises:
+    ValueError: not 0 < sigma_min < sigma_max.
+  """
+  if not 0 < sigma_min < sigma_max:
+    raise ValueError(f'0 < {sigma_min=} < {sigma_max=} must hold.')
+  log_ratio = float(np.log(sigma_max / sigma_min))
+
+  def sigma(t):
+    return sigma_min * jnp.exp(log_ratio * t)
+
+  return Schedule(
+    alpha=lambda t: jnp.exp(-sigma(t)),
+    derivative=lambda t: -log_ratio * sigma(t) * jnp.exp(-sigma(t)),
+    weight=lambda t: log_ratio * sigma(t) / jnp.expm1(sigma(t)),
+    inverse=lambda alpha: jnp.log(-jnp.log(alpha) / sigma_min) / log_ratio,
+  )
+
+
+@functools.cache
+def log_linear(floor: float = 1e-3) -> Schedule:
+  """alpha(t) = 1 - (1 - floor) t, MDLM's log-linear noise.
+
+  Complete at t = 0; alpha(1) = floor, so the bound lacks the prior term: a
+  share `floor` of the tokens is visible even at t = 1. The name comes from
+  sigma(t) = -log alpha(t).
+
+  Raises:
+    ValueError: `floor` is not in [0, 1).
+  """
+  if not 0 <= floor < 1:
+    raise ValueError(f'{floor=} must lie in [0, 1).')
+  slope = 1.0 - floor
+  return Schedule(
+    alpha=lambda t: 1.0 - slope * t,
+    derivative=lambda t: -slope * jnp.ones_like(t),
+    weight=lambda t: 1.0 / t,
+    inverse=lambda alpha: (1.0 - alpha) / slope,
+  )
+
+
+def reveal_probability(schedule: Schedule, t, s):
+  """The exact reverse kernel: P(a position masked at t is visible at s).
+
+  (alpha_s - alpha_t) / (1 - alpha_t) for s <= t, elementwise (MD4 eq. 3,
+  MDLM, arXiv 2406.07524, eq. 7); (t - s) / t for the linear schedule.
+
+  Args:
+    schedule: the masking schedule.
+    t: the time before the step, in (0, 1].
+    s: the time after the step, in [0, t].
+
+  Returns:
+    Probabilities in [0, 1]. It is 1 where 1 - alpha_t vanishes in the dtype of
+    t. Where alpha(0) < 1 it is below 1 at s = 0.
+
+  >>> print(reveal_probability(linear(), jnp.array(0.5), jnp.array(0.25)))
+  0.5
+  """
+  alpha_s, alpha_t = schedule.alpha(s), schedule.alpha(t)
+  masked = 1.0 - alpha_t
+  some = masked > 0
+  return jnp.where(
+    some, (alpha_s - alpha_t) / jnp.where(some, masked, 1.0), 1.0
+  )
+
+
+def uniform_grid(num_steps: int) -> tuple[float, ...]:
+  """Equal steps from 1 to 0.
+
+  Args:
+    num_steps: number K of steps, at least 1.
+
+  Returns:
+    K + 1 strictly decreasing times, the first exactly 1, the last exactly 0.
+
+  Raises:
+    ValueError: `num_steps` is below 1.
+
+  >>> uniform_grid(4)
+  (1.0, 0.75, 0.5, 0.25, 0.0)
+  """
+  _check_num_steps(num_steps)
+  return tuple((num_steps - k) / num_steps for k in range(num_steps + 1))
+
+
+def cosine_grid(num_steps: int) -> tuple[float, ...]:
+  """t_k = cos(pi/2 k/K): small steps first (MaskGIT; MD4's cosine grid).
+
+  Args:
+    num_steps: number K of steps, at least 1.
+
+  Returns:
+    K + 1 strictly decreasing times, the first exactly 1, the last exactly 0.
+
+  Raises:
+    ValueError: `num_steps` is below 1.
+  """
+  _check_num_steps(num_steps)
+  inner = np.cos(np.pi / 2 * np.arange(num_steps) / num_steps)
+  return (*inner.tolist(), 0.0)
+
+
+def iid_times(
+  key: Key[Array, ''],
+  row_ids: Int[Array, 'B'],
+  num_rows: int,
+  *,
+  t_min: float = 0.0,
+) -> Float[Array, 'B']:
+  """Independent uniform times.
+
+  Args:
+    key: consumed.
+    row_ids: ids of these rows within the global batch, in [0, num_rows). A row
+      gets the same time however the batch is split. Shape `[B]`.
+    num_rows: rows of the global batch; no effect here, an argument because the
+      three draws are interchangeable.
+    t_min: lower end of the range, in [0, 1).
+
+  Returns:
+    float32 in (t_min, 1]. Shape `[B]`.
+  """
+  del num_rows
+  return _stretch(_row_uniforms(key, row_ids), t_min)
+
+
+def stratified_times(
+  key: Key[Array, ''],
+  row_ids: Int[Array, 'B'],
+  num_rows: int,
+  *,
+  t_min: float = 0.0,
+) -> Float[Array, 'B']:
+  """One uniform time per row, each within its own stratum (MDLM).
+
+  Row i of N has its time in the i-th of N equal parts of (t_min, 1].
+
+  Args:
+    key: consumed.
+    row_ids: as in `iid_times`. Shape `[B]`.
+    num_rows: rows N of the global batch.
+    t_min: lower end of the range, in [0, 1).
+
+  Returns:
+    float32 in (t_min, 1]. Shape `[B]`.
+  """
+  uniforms = _row_uniforms(key, row_ids)
+  return _stretch(stratify(uniforms, row_ids, num_rows), t_min)
+
+
+def systematic_times(
+  key: Key[Array, ''],
+  row_ids: Int[Array, 'B'],
+  num_rows: int,
+  *,
+  t_min: float = 0.0,
+) -> Float[Array, 'B']:
+  """One random offset for equally spaced times (MD4's antithetic times).
+
+  Args:
+    key: consumed.
+    row_ids: as in `iid_times`. Shape `[B]`.
+    num_rows: rows N of the global batch.
+    t_min: lower end of the range, in [0, 1).
+
+  Returns:
+    float32 in (t_min, 1]. Shape `[B]`.
+  """
+  offset = 1.0 - jax.random.uniform(key)
+  return _stretch(spread(offset, row_ids, num_rows), t_min)
+
+
+def stratify(
+  uniforms: Float[Array, 'B'], row_ids: Int[Array, 'B'], num_rows: int
+) -> Float[Array, 'B']:
+  """(row_id + u) / N: one number of (0, 1] per row, in the row's stratum.
+
+  Args:
+    uniforms: in (0, 1]. Shape `[B]`.
+    row_ids: in [0, num_rows). Shape `[B]`.
+    num_rows: rows N of the global batch.
+
+  Returns:
+    Numbers in (0, 1]. Shape `[B]`.
+
+  >>> print(stratify(jnp.array([0.5, 1.0]), jnp.array([0, 3]), 4))
+  [0.125 1.   ]
+  """
+  return (row_ids + uniforms) / num_rows
+
+
+def spread(
+  offset: Float[Array, ''], row_ids: Int[Array, 'B'], num_rows: int
+) -> Float[Array, 'B']:
+  """(offset + row_id / N) modulo 1, in (0, 1].
+
+  Args:
+    offset: one number in (0, 1] for the whole batch.
+    row_ids: in [0, num_rows). Shape `[B]`.
+    num_rows: rows N of the global batch.
+
+  Returns:
+    Numbers in (0, 1]. Shape `[B]`.
+
+  >>> print(spread(jnp.array(0.5), jnp.array([0, 1, 2, 3]), 4))
+  [0.5  0.75 1.   0.25]
+  """
+  times = offset + row_ids / num_rows
+  return jnp.where(times > 1.0, times - 1.0, times)
+
+
+def discrete_times(t: Float[Array, 'B'], num_steps: int) -> Float[Array, 'B']:
+  """The next time on the grid 1/T, 2/T, ..., 1, for the discrete-T bound.
+
+  Args:
+    t: in (0, 1]. Shape `[B]`.
+    num_steps: number T of steps, at least 1.
+
+  Returns:
+    ceil(t T) / T. Shape `[B]`.
+
+  Raises:
+    ValueError: `num_steps` is below 1.
+
+  >>> print(discrete_times(jnp.array([0.1, 0.25, 0.3]), 4))
+  [0.25 0.25 0.5 ]
+  """
+  _check_num_steps(num_steps)
+  return jnp.ceil(t * num_steps) / num_steps
+
+
+def plan_counts(
+  num_open: int | Int[Array, '*batch'],
+  num_steps: int,
+  grid: tuple[float, ...] | None = None,
+) -> Int[Array, '*batch {num_steps}']:
+  """How many positions each step reveals; every row sums to `num_open`.
+
+  Without a grid the split is even and the first steps take the remainder
+  (LLaDA). With one, round(num_open * grid[k]) positions are still masked after
+  k steps (MaskGIT). More steps than positions is legal: some counts are 0.
+
+  Args:
+    num_open: number of positions to reveal, per row; may be traced.
+    num_steps: number K of steps, at least 1.
+    grid: share of positions still masked, K + 1 decreasing numbers from 1 to 0
+      such as `cosine_grid(num_steps)`, or None.
+
+  Returns:
+    Counts of at least 0. int32, shape `[..., num_steps]`.
+
+  Raises:
+    ValueError: `num_steps` below 1, or a grid that does not have
+      `num_steps + 1` decreasing values from 1 to 0.
+
+  >>> print(plan_counts(7, 3))
+  [3 2 2]
+  >>> print(plan_counts(7, 3, cosine_grid(3)))
+  [1 2 4]
+  """
+  _check_num_steps(num_steps)
+  num_open = jnp.asarray(num_open, jnp.int32)[..., None]
+  if grid is None:
+    quotient, remainder = jnp.divmod(num_open, num_steps)
+    steps = jnp.arange(num_steps, dtype=jnp.int32)
+    first = jnp.expand_dims(steps, range(num_open.ndim - 1)) < remainder
+    return quotient + first.astype(jnp.int32)
+  grid = np.asarray(grid, np.float32)
+  decreasing = np.all(np.diff(grid) <= 0)
+  if (grid.shape, grid[0], grid[-1]) != ((num_steps + 1,), 1, 0) or (
+    not decreasing
+  ):
+    raise ValueError(
+      f'grid={grid.tolist()} must have num_steps + 1 = {num_steps + 1} '
+      'decreasing values from 1 to 0.'
+    )
+  left = jnp.round(
+    num_open * jnp.expand_dims(grid, range(num_open.ndim - 1))
+  ).astype(jnp.int32)
+  return left[..., :-1] - left[..., 1:]
+
+
+def _row_uniforms(key, row_ids):
+  """One uniform number in (0, 1] per row."""
+  return 1.0 - jax.vmap(jax.random.uniform)(noise.row_keys(key, row_ids))
+
+
+def _stretch(uniforms, t_min):
+  """(0, 1] -> (t_min, 1]."""
+  if not 0 <= t_min < 1:
+    raise ValueError(f'{t_min=} must lie in [0, 1).')
+  return t_min + (1.0 - t_min) * uniforms
+
+
+def _check_num_steps(num_steps):
+  if num_steps < 1:
+    raise ValueError(f'{num_steps=} must be at least 1.')
