@@ -1,0 +1,398 @@
+"""A bidirectional transformer as the two pure functions of a `Denoiser`.
+
+Flax NNX builds the parameters and names them; everything else sees a nested
+dict of float32 arrays in which the blocks are stacked on axis 0:
+
+  params = init(config, jax.random.key(0))
+  features, head = denoiser(config)
+
+RMSNorm before each branch (Zhang and Sennrich, 2019), rotary positions (Su et
+al., 2021), SwiGLU (Shazeer, 2020), optionally grouped key/value heads (Ainslie
+et al., 2023) and adaptive norms driven by the noise level (Peebles and Xie,
+2023).
+"""
+
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from mdlm_jax import predict
+
+Params = dict
+
+_DTYPES = ('float32', 'bfloat16')
+_TIME_FREQUENCIES = 64
+# Spread of a fresh network's logits: small, so that it starts near the uniform
+# distribution over the vocabulary.
+_LOGIT_STD = 0.25
+# Finite, so that a query without any visible key averages all of them instead
+# of becoming NaN; so low that exp gives exactly 0 beside any real score.
+_HIDDEN_SCORE = -1e30
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformerConfig:
+  """Shape of the network; static and hashable.
+
+  Attributes:
+    vocab_size: rows of the embedding table, special ids included.
+    num_layers: number of blocks.
+    model_dim: width of the residual stream.
+    num_heads: query heads; must divide `model_dim` into heads of even width.
+    mlp_dim: hidden width of SwiGLU.
+    max_length: longest sequence accepted, the trained length.
+    num_kv_heads: key/value heads, a divisor of `num_heads`; None: one each.
+    time_conditioning: whether the noise level `t` steers the norms.
+    tied_head: whether the head is the transposed embedding table.
+    rope_base: base of the rotary wavelengths.
+    norm_eps: added to the mean square under the root.
+    dtype: compute dtype, 'float32' or 'bfloat16'. Parameters, norms, softmax
+      and logits are float32 either way.
+
+  Raises:
+    ValueError: for a value outside these ranges.
+  """
+
+  vocab_size: int
+  num_layers: int
+  model_dim: int
+  num_heads: int
+  mlp_dim: int
+  max_length: int
+  num_kv_heads: int | None = None
+  time_conditioning: bool = False
+  tied_head: bool = True
+  rope_base: float = 10_000.0
+  norm_eps: float = 1e-6
+  dtype: str = 'float32'
+
+  def __post_init__(self):
+    for name in (
+      'vocab_size',
+      'num_layers',
+      'model_dim',
+      'num_heads',
+      'mlp_dim',
+      'max_length',
+    ):
+      _require_positive_int(name, getattr(self, name))
+    if self.model_dim % (2 * self.num_heads):
+      raise ValueError(
+        f'model_dim={self.model_dim} must be a multiple of 2 * num_heads='
+        f'{2 * self.num_heads}: rotary positions need heads of even width'
+      )
+    if self.num_kv_heads is not None:
+      _require_positive_int('num_kv_heads', self.num_kv_heads)
+      if self.num_heads % self.num_kv_heads:
+        raise ValueError(
+          f'num_kv_heads={self.num_kv_heads} must divide '
+          f'num_heads={self.num_heads}'
+        )
+    for name in ('rope_base', 'norm_eps'):
+      if not 0 < getattr(self, name) < float('inf'):
+        raise ValueError(
+          f'{name}={getattr(self, name)} must be positive and finite'
+        )
+    if self.dtype not in _DTYPES:
+      raise ValueError(f'dtype={self.dtype!r} must be one of {_DTYPES}')
+
+  @property
+  def head_dim(self) -> int:
+    return self.model_dim // self.num_heads
+
+  @property
+  def kv_heads(self) -> int:
+    return self.num_kv_heads or self.num_heads
+
+
+def _require_positive_int(name, value):
+  if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    raise ValueError(f'{name}={value!r} must be an integer of at least 1')
+
+
+def init(config: TransformerConfig, key: Key[Array, '']) -> Params:
+  """Fresh parameters.
+
+  Args:
+    config: shape of the network.
+    key: consumed.
+
+  Returns:
+    Nested dict of float32 arrays; those under `blocks` have a leading axis of
+    `num_layers`.
+  """
+
+  def init_one(kind, key):
+    _, state = nnx.split(kind(config, rngs=nnx.Rngs(key)))
+    return nnx.to_pure_dict(state)
+
+  outer_key, blocks_key = jax.random.split(key)
+  block_keys = jax.random.split(blocks_key, config.num_layers)
+  blocks = jax.vmap(functools.partial(init_one, Block))(block_keys)
+  return init_one(Outer, outer_key) | {'blocks': blocks}
+
+
+@functools.cache
+def denoiser(config: TransformerConfig) -> predict.Denoiser:
+  """The network of `config` as a `Denoiser`; equal configs give equal ones.
+
+  It keeps no cache (`()`), ignores `step`, and ignores `t` unless
+  `config.time_conditioning`. Hidden states are normed, in the compute dtype;
+  logits are float32.
+
+  `features` raises ValueError for a sequence longer than `config.max_length`
+  and AssertionError for shapes that disagree.
+  """
+  return predict.Denoiser(
+    functools.partial(_features, config), functools.partial(_head, config)
+  )
+
+
+def attention_mask(
+  valid: Bool[Array, 'B L'], segments: Int[Array, 'B L'] | None = None
+) -> Bool[Array, 'B L #Q']:
+  """Which keys each query sees: valid ones, of its own segment.
+
+  The one mask builder of training and sampling. Keys come before queries, as
+  in `attention`.
+
+  >>> attention_mask(jnp.array([[True, False]]))[0].tolist()
+  [[True], [False]]
+
+  Args:
+    valid: False at padding. Shape `[B, L]`.
+    segments: number of the document at each position; None: one per row.
+      Shape `[B, L]`.
+
+  Returns:
+    Shape `[B, keys, 1]`, or `[B, keys, queries]` with segments.
+  """
+  mask = valid[:, :, None]
+  if segments is not None:
+    mask &= segments[:, :, None] == segments[:, None, :]
+  return mask
+
+
+def attention(
+  q: Float[Array, 'B Q H D'],
+  k: Float[Array, 'B S K D'],
+  v: Float[Array, 'B S K D'],
+  mask: Bool[Array, 'B S #Q'],
+) -> Float[Array, 'B Q H D']:
+  """Softmax attention, scores / sqrt(D), with H / K query heads per key head.
+
+  A query that sees no key gets the mean of all values.
+
+  Args:
+    q: queries. Shape `[B, Q, H, D]`.
+    k: keys. Shape `[B, S, K, D]`.
+    v: values. Shape `[B, S, K, D]`.
+    mask: which keys are seen, see `attention_mask`. Shape `[B, S, Q or 1]`.
+
+  Returns:
+    Shape `[B, Q, H, D]`, dtype of `v`.
+  """
+  batch, num_queries, num_heads, head_dim = q.shape
+  kv_heads = k.shape[2]
+  q = q.reshape(batch, num_queries, kv_heads, num_heads // kv_heads, head_dim)
+  # Keys before queries: the softmax then reduces over a major axis, which
+  # vectorises over queries on CPU; a sum along the minor axis does not.
+  scores = jnp.einsum(
+    'bqkgd,bskd->bkgsq', q, k, preferred_element_type=jnp.float32
+  )
+  scores = jnp.where(
+    mask[:, None, None], scores * head_dim**-0.5, _HIDDEN_SCORE
+  )
+  weights = jax.nn.softmax(scores, axis=-2).astype(v.dtype)
+  mixed = jnp.einsum('bkgsq,bskd->bqkgd', weights, v)
+  return mixed.reshape(batch, num_queries, num_heads, head_dim)
+
+
+def rotate(
+  x: Float[Array, 'B L H D'],
+  cos: Float[Array, 'B L Half'],
+  sin: Float[Array, 'B L Half'],
+) -> Float[Array, 'B L H D']:
+  """Rotates each pair (x[i], x[i + D/2]) by its angle; dtype of `x`."""
+  first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+  cos, sin = cos[:, :, None], sin[:, :, None]
+  rotated = jnp.concatenate(
+    [first * cos - second * sin, second * cos + first * sin], axis=-1
+  )
+  return rotated.astype(x.dtype)
+
+
+def rotary_angles(
+  positions: Int[Array, 'B L'], head_dim: int, base: float
+) -> Float[Array, 'B L Half']:
+  """Angles position * base^(-2i/D), i < D/2 (Su et al., 2021, equation 15)."""
+  exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
+  return positions[..., None].astype(jnp.float32) * base**-exponents
+
+
+def time_features(t: Float[Array, 'B']) -> Float[Array, 'B F']:
+  """Cosines and sines of 1000 t at wavelengths 2 pi to 20,000 pi."""
+  exponents = jnp.arange(_TIME_FREQUENCIES) / _TIME_FREQUENCIES
+  angles = 1000.0 * t[:, None].astype(jnp.float32) * 10_000.0**-exponents
+  return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
+
+
+class Block(nnx.Module):
+  """Attention, then SwiGLU, each normed before and added to the stream."""
+
+  def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+    self.config = config
+    dim, mlp_dim = config.model_dim, config.mlp_dim
+    qkv_dim = (config.num_heads + 2 * config.kv_heads) * config.head_dim
+    linear = functools.partial(_linear, config, rngs)
+    # Each of the 2 * num_layers branches adds its share of unit variance.
+    branch_scale = 1 / (2 * config.num_layers)
+    self.attention_norm = _norm(config, rngs)
+    self.qkv = linear(dim, qkv_dim)
+    self.attention_out = linear(dim, dim, scale=branch_scale)
+    self.mlp_norm = _norm(config, rngs)
+    self.gate_up = linear(dim, 2 * mlp_dim)
+    self.mlp_out = linear(mlp_dim, dim, scale=branch_scale)
+    if config.time_conditioning:
+      # Zero: a fresh network is the unconditional one.
+      self.modulation = linear(dim, 6 * dim, scale=0.0)
+
+  def __call__(self, x, time_embedding, cos, sin, mask):
+    shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = self._modulation(
+      time_embedding
+    )
+    branch = self.attention_norm(x) * (1 + scale) + shift
+    x += (1 + gate) * self._attend(branch, cos, sin, mask)
+    branch = self.mlp_norm(x) * (1 + mlp_scale) + mlp_shift
+    return x + (1 + mlp_gate) * self._mlp(branch)
+
+  def _modulation(self, time_embedding):
+    """Shift, scale and gate of both branches, each [B, 1, d]; 0 without t."""
+    if not self.config.time_conditioning:
+      return [0.0] * 6
+    return jnp.split(self.modulation(time_embedding)[:, None], 6, axis=-1)
+
+  def _attend(self, x, cos, sin, mask):
+    heads, kv_heads = self.config.num_heads, self.config.kv_heads
+    q, k, v = jnp.split(
+      self.qkv(x).reshape(*x.shape[:2], -1, self.config.head_dim),
+      [heads, heads + kv_heads],
+      axis=2,
+    )
+    mixed = attention(rotate(q, cos, sin), rotate(k, cos, sin), v, mask)
+    return self.attention_out(mixed.reshape(x.shape))
+
+  def _mlp(self, x):
+    gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
+    return self.mlp_out(jax.nn.silu(gate) * up)
+
+
+class Outer(nnx.Module):
+  """What lies around the blocks: embedding, last norm, head, time."""
+
+  def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+    self.config = config
+    dim = config.model_dim
+    linear = functools.partial(_linear, config, rngs)
+    table_init = nnx.initializers.normal(_LOGIT_STD / dim**0.5)
+    self.embedding = nnx.Param(
+      table_init(rngs.params(), (config.vocab_size, dim))
+    )
+    self.norm = _norm(config, rngs)
+    if not config.tied_head:
+      self.head = nnx.Param(table_init(rngs.params(), (config.vocab_size, dim)))
+    if config.time_conditioning:
+      self.time_in = linear(2 * _TIME_FREQUENCIES, dim)
+      self.time_out = linear(dim, dim)
+
+  def embed(self, ids):
+    scale = self.config.model_dim**0.5 / _LOGIT_STD
+    return (self.embedding[...][ids] * scale).astype(self.config.dtype)
+
+  def embed_time(self, t):
+    """What drives every block's modulation, [B, d]; None without time."""
+    if not self.config.time_conditioning:
+      return None
+    hidden = jax.nn.silu(self.time_in(time_features(t)))
+    return jax.nn.silu(self.time_out(hidden))
+
+  def logits(self, hidden):
+    table = self.embedding if self.config.tied_head else self.head
+    return jnp.einsum(
+      'bld,vd->blv',
+      hidden,
+      table[...].astype(hidden.dtype),
+      preferred_element_type=jnp.float32,
+    )
+
+
+def _norm(config, rngs):
+  return nnx.RMSNorm(
+    config.model_dim, epsilon=config.norm_eps, dtype=config.dtype, rngs=rngs
+  )
+
+
+def _linear(config, rngs, in_dim, out_dim, *, scale=1.0):
+  """No bias; outputs of variance `scale` for inputs of unit variance."""
+  std = (scale / in_dim) ** 0.5
+  return nnx.Linear(
+    in_dim,
+    out_dim,
+    use_bias=False,
+    kernel_init=nnx.initializers.normal(std),
+    dtype=config.dtype,
+    rngs=rngs,
+  )
+
+
+@functools.cache
+def _graph(kind, config):
+  """The static half of an NNX module, to be merged with its parameters."""
+  module = nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0)))
+  return nnx.split(module)[0]
+
+
+def _outer(config, params):
+  without_blocks = {k: v for k, v in params.items() if k != 'blocks'}
+  return nnx.merge(_graph(Outer, config), without_blocks)
+
+
+def _features(
+  config, params, cache, ids, *, at, step, t, valid, positions, segments
+):
+  del cache, step  # every call is a full forward pass
+  chex.assert_rank(ids, 2)
+  chex.assert_equal_shape([ids, valid, positions])
+  chex.assert_shape(t, ids.shape[:1])
+  if segments is not None:
+    chex.assert_equal_shape([ids, segments])
+  if ids.shape[1] > config.max_length:
+    raise ValueError(
+      f'sequence of length {ids.shape[1]} given to a model of '
+      f'max_length={config.max_length}'
+    )
+  outer = _outer(config, params)
+  angles = rotary_angles(positions, config.head_dim, config.rope_base)
+  shared = (
+    outer.embed_time(t),
+    jnp.cos(angles),
+    jnp.sin(angles),
+    attention_mask(valid, segments),
+  )
+
+  def apply_block(x, block_params):
+    return nnx.merge(_graph(Block, config), block_params)(x, *shared), None
+
+  hidden, _ = jax.lax.scan(apply_block, outer.embed(ids), params['blocks'])
+  if at is not None:
+    hidden = jnp.take_along_axis(hidden, at[:, :, None], axis=1)
+  return outer.norm(hidden), ()
+
+
+def _head(config, params, hidden):
+  return _outer(config, params).logits(hidden)

@@ -1,0 +1,419 @@
+"""The transformer: who sees whom, what the padding does, and its contracts."""
+
+import dataclasses
+import operator
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mdlm_jax.models import transformer
+
+CONFIG = transformer.TransformerConfig(
+  vocab_size=11,
+  num_layers=2,
+  model_dim=16,
+  num_heads=4,
+  mlp_dim=24,
+  max_length=16,
+)
+VARIANTS = {
+  'plain': {},
+  'grouped': {'num_kv_heads': 2},
+  'time': {'time_conditioning': True},
+  'untied': {'tied_head': False},
+}
+IDS = np.array([[3, 5, 7, 2, 9, 4, 6, 8]])
+
+
+def variant(name):
+  return dataclasses.replace(CONFIG, **VARIANTS[name])
+
+
+def random_params(config, seed=0):
+  """Every leaf random, so that zero and one initial values hide nothing."""
+  params = transformer.init(config, jax.random.key(seed))
+  rng = np.random.default_rng(seed)
+  return jax.tree.map(
+    lambda leaf: leaf + 0.2 * rng.standard_normal(leaf.shape, np.float32),
+    params,
+  )
+
+
+def logits(
+  config,
+  params,
+  ids,
+  *,
+  at=None,
+  t=0.5,
+  valid=None,
+  positions=None,
+  segments=None,
+):
+  ids = jnp.asarray(ids)
+  batch, length = ids.shape
+  if valid is None:
+    valid = jnp.ones(ids.shape, bool)
+  if positions is None:
+    positions = jnp.broadcast_to(jnp.arange(length), ids.shape)
+  features, head = transformer.denoiser(config)
+  hidden, cache = features(
+    params,
+    None,
+    ids,
+    at=at,
+    step=jnp.int32(0),
+    t=jnp.full(batch, t),
+    valid=jnp.asarray(valid),
+    positions=jnp.asarray(positions),
+    segments=None if segments is None else jnp.asarray(segments),
+  )
+  assert cache == ()
+  return head(params, hidden)
+
+
+def silu(x):
+  return x / (1 + np.exp(-x))
+
+
+def reference_logits(config, params, ids, t):
+  """The network written again in NumPy, a loop over rows, layers and heads."""
+  params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+  dim, head_dim = config.model_dim, config.model_dim // config.num_heads
+  kv_heads = config.num_kv_heads or config.num_heads
+
+  def norm(x, weights):
+    mean_square = (x**2).mean(-1, keepdims=True)
+    return x / np.sqrt(mean_square + config.norm_eps) * weights['scale']
+
+  def rotate(x):  # [L, D]
+    half = head_dim // 2
+    out = np.empty_like(x)
+    for position in range(len(x)):
+      for i in range(half):
+        angle = position * config.rope_base ** (-2 * i / head_dim)
+        a, b = x[position, i], x[position, i + half]
+        out[position, i] = a * np.cos(angle) - b * np.sin(angle)
+        out[position, i + half] = b * np.cos(angle) + a * np.sin(angle)
+    return out
+
+  rows = []
+  for row in ids:
+    x = params['embedding'][row] * dim**0.5 / 0.25
+    if config.time_conditioning:
+      frequencies = 10_000.0 ** -(np.arange(64) / 64)
+      features = np.concatenate(
+        [np.cos(1000 * t * frequencies), np.sin(1000 * t * frequencies)]
+      )
+      time = silu(features @ params['time_in']['kernel'])
+      time = silu(time @ params['time_out']['kernel'])
+    for layer in range(config.num_layers):
+      block = jax.tree.map(operator.itemgetter(layer), params['blocks'])
+      steer = np.zeros((6, dim))
+      if config.time_conditioning:
+        steer = (time @ block['modulation']['kernel']).reshape(6, dim)
+      h = norm(x, block['attention_norm']) * (1 + steer[1]) + steer[0]
+      h = (h @ block['qkv']['kernel']).reshape(len(row), -1, head_dim)
+      mixed = []
+      for i in range(config.num_heads):
+        group = i // (config.num_heads // kv_heads)
+        q = rotate(h[:, i])
+        k = rotate(h[:, config.num_heads + group])
+        v = h[:, config.num_heads + kv_heads + group]
+        weights = np.exp(q @ k.T / np.sqrt(head_dim))
+        mixed.append(weights / weights.sum(-1, keepdims=True) @ v)
+      mixed = np.concatenate(mixed, -1) @ block['attention_out']['kernel']
+      x = x + (1 + steer[2]) * mixed
+      h = norm(x, block['mlp_norm']) * (1 + steer[4]) + steer[3]
+      gate, up = np.split(h @ block['gate_up']['kernel'], 2, -1)
+      out = (silu(gate) * up) @ block['mlp_out']['kernel']
+      x = x + (1 + steer[5]) * out
+    table = params['embedding' if config.tied_head else 'head']
+    rows.append(norm(x, params['norm']) @ table.T)
+  return np.stack(rows)
+
+
+@pytest.mark.parametrize('name', VARIANTS)
+def test_equals_the_network_written_in_numpy(name):
+  config = variant(name)
+  params = random_params(config)
+  np.testing.assert_allclose(
+    logits(config, params, IDS, t=0.3),
+    reference_logits(config, params, IDS, t=0.3),
+    rtol=1e-4,
+    atol=1e-4,
+  )
+
+
+def test_attention_equals_jax_and_averages_where_nothing_is_seen():
+  key = jax.random.key(1)
+  q = jax.random.normal(key, (2, 5, 4, 6))
+  k = jax.random.normal(jax.random.fold_in(key, 1), (2, 7, 2, 6))
+  v = jax.random.normal(jax.random.fold_in(key, 2), (2, 7, 2, 6))
+  mask = jax.random.bernoulli(jax.random.fold_in(key, 3), 0.6, (2, 7, 5))
+  mask = mask.at[0, :, 0].set(False)
+  ours = transformer.attention(q, k, v, mask)
+  theirs = jax.nn.dot_product_attention(
+    q, k, v, mask=jnp.swapaxes(mask, 1, 2)[:, None]
+  )
+  np.testing.assert_allclose(ours, theirs, atol=1e-5)
+  np.testing.assert_allclose(
+    ours[0, 0], jnp.repeat(v[0].mean(0), 2, axis=0), atol=1e-6
+  )
+
+
+@pytest.mark.parametrize('name', VARIANTS)
+def test_every_position_sees_both_sides(name):
+  config = variant(name)
+  params = random_params(config)
+  before = logits(config, params, IDS)
+  for changed in range(IDS.shape[1]):
+    ids = IDS.copy()
+    ids[0, changed] = 1
+    moved = jnp.abs(logits(config, params, ids) - before).max(-1)
+    assert (moved > 1e-5).all()
+
+
+@pytest.mark.parametrize('left', [False, True])
+@pytest.mark.parametrize('name', VARIANTS)
+def test_padding_on_either_side_changes_no_valid_position(name, left):
+  config = variant(name)
+  params = random_params(config)
+  alone = logits(config, params, IDS)
+  places = slice(5, 13) if left else slice(0, 8)
+  for filler in (0, 10):
+    ids = np.full((1, 13), filler)
+    ids[:, places] = IDS
+    valid = np.zeros((1, 13), bool)
+    valid[:, places] = True
+    positions = np.arange(13)[None] - places.start
+    padded = logits(config, params, ids, valid=valid, positions=positions)
+    np.testing.assert_allclose(padded[:, places], alone, atol=1e-5)
+    assert jnp.isfinite(padded).all()
+
+
+def test_validity_comes_from_the_map_and_never_from_an_id():
+  config, params = CONFIG, random_params(CONFIG)
+  ids = np.array([[7, 0], [7, 5]])
+  valid = np.array([[True, False], [True, True]])
+  masked = logits(config, params, ids, valid=valid)
+  alone = logits(config, params, [[7]])
+  np.testing.assert_allclose(masked[0, 0], alone[0, 0], atol=1e-5)
+  everything = logits(config, params, ids)
+  assert jnp.abs(everything[0, 0] - alone[0, 0]).max() > 1e-3
+
+
+def test_a_row_without_valid_positions_is_finite_and_so_is_its_gradient():
+  config, params = CONFIG, random_params(CONFIG)
+  valid = np.zeros((1, 8), bool)
+
+  def total(params):
+    return logits(config, params, IDS, valid=valid).sum()
+
+  value, gradient = jax.value_and_grad(total)(params)
+  assert jnp.isfinite(value)
+  assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
+
+
+def test_packed_documents_do_not_see_each_other():
+  config, params = CONFIG, random_params(CONFIG)
+  segments = np.array([[0, 0, 0, 1, 1, 1, 1, 1]])
+  positions = np.array([[0, 1, 2, 0, 1, 2, 3, 4]])
+  packed = logits(config, params, IDS, positions=positions, segments=segments)
+  apart = jnp.concatenate(
+    [logits(config, params, IDS[:, :3]), logits(config, params, IDS[:, 3:])],
+    axis=1,
+  )
+  np.testing.assert_allclose(packed, apart, atol=1e-5)
+  only_positions = logits(config, params, IDS, positions=positions)
+  assert jnp.abs(only_positions - apart).max() > 1e-3
+  ids = IDS.copy()
+  ids[0, 0] = 1
+  changed = logits(config, params, ids, positions=positions, segments=segments)
+  assert (changed[:, 3:] == packed[:, 3:]).all()
+
+
+def test_only_differences_of_positions_matter():
+  config, params = CONFIG, random_params(CONFIG)
+  positions = np.arange(8)[None]
+  at_zero = logits(config, params, IDS, positions=positions)
+  moved = logits(config, params, IDS, positions=positions + 100)
+  np.testing.assert_allclose(moved, at_zero, atol=1e-4)
+  spread = logits(config, params, IDS, positions=2 * positions)
+  assert jnp.abs(spread - at_zero).max() > 1e-3
+
+
+def test_rows_do_not_see_each_other():
+  config, params = CONFIG, random_params(CONFIG)
+  batch = np.concatenate([IDS, IDS[:, ::-1], (IDS + 1) % 11])
+  together = logits(config, params, batch)
+  for row in range(3):
+    alone = logits(config, params, batch[row : row + 1])
+    np.testing.assert_allclose(together[row], alone[0], atol=1e-5)
+
+
+def test_chosen_slots_are_those_of_the_full_pass():
+  config, params = CONFIG, random_params(CONFIG)
+  ids = np.concatenate([IDS, IDS[:, ::-1]])
+  at = jnp.array([[0, 1, 2], [4, 5, 6]])
+  window = logits(config, params, ids, at=at)
+  everything = logits(config, params, ids)
+  expected = jnp.stack([everything[0, :3], everything[1, 4:7]])
+  np.testing.assert_allclose(window, expected, atol=1e-6)
+
+
+def test_the_noise_level_acts_only_with_time_conditioning():
+  for name, acts in (('plain', False), ('time', True)):
+    config = variant(name)
+    params = random_params(config)
+    early = logits(config, params, IDS, t=0.1)
+    late = logits(config, params, IDS, t=0.9)
+    assert (jnp.abs(early - late).max() > 1e-3) == acts
+
+
+def test_a_fresh_time_conditioned_network_ignores_the_noise_level():
+  config = variant('time')
+  params = transformer.init(config, jax.random.key(0))
+  np.testing.assert_array_equal(
+    logits(config, params, IDS, t=0.1), logits(config, params, IDS, t=0.9)
+  )
+
+
+@pytest.mark.parametrize('name', ['plain', 'untied'])
+@pytest.mark.parametrize('vocab_size', [8, 1000])
+def test_a_fresh_network_starts_near_the_uniform_distribution(name, vocab_size):
+  config = dataclasses.replace(
+    variant(name), vocab_size=vocab_size, model_dim=64
+  )
+  params = transformer.init(config, jax.random.key(0))
+  ids = np.random.default_rng(0).integers(vocab_size, size=(16, 16))
+  ids[:, ::2] = 1  # MASK, which is never predicted
+  masked = logits(config, params, ids)[:, ::2].at[..., 1].set(-jnp.inf)
+  log_probs = jax.nn.log_softmax(masked)[..., 2:]
+  assert abs(-log_probs.mean() - np.log(vocab_size - 1)) < 0.1
+
+
+def test_parameters_are_float32_stacked_and_different_in_each_layer():
+  for dtype in ('float32', 'bfloat16'):
+    config = dataclasses.replace(CONFIG, dtype=dtype, time_conditioning=True)
+    params = transformer.init(config, jax.random.key(0))
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {
+      jnp.dtype('float32')
+    }
+    kernel = params['blocks']['qkv']['kernel']
+    assert kernel.shape == (2, 16, 48)
+    assert jnp.abs(kernel[0] - kernel[1]).max() > 0.01
+
+
+def test_bfloat16_stays_close_and_gives_float32_logits():
+  params = random_params(CONFIG)
+  exact = logits(CONFIG, params, IDS)
+  config = dataclasses.replace(CONFIG, dtype='bfloat16')
+  rough = logits(config, params, IDS)
+  assert rough.dtype == jnp.float32
+  error = jnp.abs(rough - exact).max()
+  # Eight bits of mantissa through two layers: about 1 % of the largest logit.
+  assert 0 < error < 0.05 * jnp.abs(exact).max()
+
+
+@pytest.mark.parametrize('name', VARIANTS)
+def test_gradients_are_finite_and_reach_every_parameter(name):
+  config = variant(name)
+  params = random_params(config)
+
+  def loss(params):
+    return (logits(config, params, IDS) ** 2).mean()
+
+  for leaf in jax.tree.leaves(jax.grad(loss)(params)):
+    assert jnp.isfinite(leaf).all()
+    assert (jnp.abs(leaf) > 0).any()
+
+
+def test_equal_configs_give_the_same_functions_and_one_trace():
+  again = dataclasses.replace(CONFIG)
+  assert transformer.denoiser(CONFIG) is transformer.denoiser(again)
+  traces = []
+
+  @jax.jit
+  def run(params, ids):
+    traces.append(None)
+    return logits(CONFIG, params, ids)
+
+  params = random_params(CONFIG)
+  np.testing.assert_allclose(
+    run(params, jnp.asarray(IDS)), logits(CONFIG, params, IDS), atol=1e-5
+  )
+  run(params, jnp.asarray(IDS[:, ::-1]))
+  assert len(traces) == 1
+
+
+def test_vmap_over_models_equals_a_loop():
+  both = [random_params(CONFIG, seed) for seed in (0, 1)]
+  stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *both)
+  together = jax.vmap(lambda params: logits(CONFIG, params, IDS))(stacked)
+  for i, params in enumerate(both):
+    np.testing.assert_allclose(
+      together[i], logits(CONFIG, params, IDS), atol=1e-5
+    )
+
+
+def test_graph_mode_off_gives_the_same_network():
+  # In its own process: the mode is global.
+  program = """
+import jax, jax.numpy as jnp
+from flax import nnx
+from mdlm_jax.models import transformer
+config = transformer.TransformerConfig(
+  vocab_size=5, num_layers=2, model_dim=8, num_heads=2, mlp_dim=8,
+  max_length=4, time_conditioning=True)
+def run():
+  params = transformer.init(config, jax.random.key(0))
+  features, head = transformer.denoiser(config)
+  hidden, _ = features(
+    params, None, jnp.array([[1, 2, 3]]), at=None, step=0, t=jnp.ones(1),
+    valid=jnp.ones((1, 3), bool), positions=jnp.arange(3)[None],
+    segments=None)
+  return head(params, hidden)
+with_graph = run()
+nnx.set_graph_mode(False)
+transformer._graph.cache_clear()
+assert (run() == with_graph).all()
+"""
+  subprocess.run([sys.executable, '-c', program], check=True)
+
+
+@pytest.mark.parametrize(
+  'changes, message',
+  [
+    ({'vocab_size': 0}, 'vocab_size=0'),
+    ({'model_dim': -16}, 'model_dim=-16'),
+    ({'model_dim': 18}, 'model_dim=18 must be a multiple of .*8'),
+    ({'model_dim': 12}, 'model_dim=12 must be a multiple of .*8'),
+    ({'mlp_dim': True}, 'mlp_dim=True'),
+    ({'max_length': 0}, 'max_length=0'),
+    ({'num_kv_heads': 3}, 'num_kv_heads=3 must divide num_heads=4'),
+    ({'num_kv_heads': 0}, 'num_kv_heads=0'),
+    ({'rope_base': 0.0}, 'rope_base=0.0'),
+    ({'norm_eps': float('nan')}, 'norm_eps=nan'),
+    ({'dtype': 'float64'}, "dtype='float64' must be one of .*bfloat16"),
+  ],
+)
+def test_an_impossible_config_is_refused_by_name(changes, message):
+  with pytest.raises(ValueError, match=message):
+    dataclasses.replace(CONFIG, **changes)
+
+
+def test_a_sequence_above_the_trained_length_is_refused():
+  params = random_params(CONFIG)
+  with pytest.raises(ValueError, match=r'length 17 .*max_length=16'):
+    logits(CONFIG, params, np.ones((1, 17), int))
+
+
+def test_shapes_that_disagree_are_refused():
+  params = random_params(CONFIG)
+  with pytest.raises(AssertionError):
+    logits(CONFIG, params, IDS, valid=np.ones((1, 7), bool))
