@@ -1,7 +1,15 @@
 """The one adapter between a network and everything that uses it."""
 
+import functools
+import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from mdlm_jax.vocab import Vocab
 
 
 class Denoiser(NamedTuple):
@@ -20,3 +28,149 @@ class Denoiser(NamedTuple):
 
   features: Callable
   head: Callable
+
+
+class Prediction(NamedTuple):
+  """Logits and their two-level reduction; log p(v) = logits[v] - log_z.
+
+  Attributes:
+    logits: float32, -inf at ids that may not be drawn. Shape `[..., V]`.
+    block_log_sums: log of the summed exponentials of each block of the
+      vocabulary. Shape `[..., V / b]`.
+    log_z: log of the sum over the vocabulary. Shape `[...]`.
+  """
+
+  logits: Float[Array, '*S V']
+  block_log_sums: Float[Array, '*S N']
+  log_z: Float[Array, '*S']
+
+
+def predict(
+  denoiser: Denoiser,
+  params: Any,
+  cache: Any,
+  ids: Int[Array, 'B L'],
+  *,
+  vocab: Vocab,
+  t: Float[Array, 'B'],
+  valid: Bool[Array, 'B L'],
+  positions: Int[Array, 'B L'],
+  segments: Int[Array, 'B L'] | None = None,
+  at: Int[Array, 'B W'] | None = None,
+  step: Int[Array, ''] | int = 0,
+) -> tuple[Prediction, Any]:
+  """One network call: what it predicts at the target slots.
+
+  Args:
+    denoiser: the network.
+    params: its parameters.
+    cache: its cache, None for a full forward pass.
+    ids: the canvas. Shape `[B, L]`.
+    vocab: which ids may be drawn; the others get logit -inf.
+    t: noise level, 0 clean and 1 all MASK. Shape `[B]`.
+    valid: False at padding. Shape `[B, L]`.
+    positions: logical positions. Shape `[B, L]`.
+    segments: document of each slot when several are packed in a row.
+    at: target slots, None for all. Shape `[B, W]`.
+    step: number of the call.
+
+  Returns:
+    The prediction of leading shape `[B, W]`, and the network's cache.
+  """
+  hidden, cache = denoiser.features(
+    params,
+    cache,
+    ids,
+    at=at,
+    step=step,
+    t=t,
+    valid=valid,
+    positions=positions,
+    segments=segments,
+  )
+  return reduce_logits(allowed(denoiser.head(params, hidden), vocab)), cache
+
+
+def target_log_probs(
+  denoiser: Denoiser,
+  params: Any,
+  vocab: Vocab,
+  corrupted_ids: Int[Array, 'B L'],
+  clean_ids: Int[Array, 'B L'],
+  *,
+  t: Float[Array, 'B'],
+  valid: Bool[Array, 'B L'],
+  positions: Int[Array, 'B L'],
+  segments: Int[Array, 'B L'] | None = None,
+) -> Float[Array, 'B L']:
+  """Log-probability of every clean token given the corrupted canvas.
+
+  The probability of MASK and of the other ids that may not be drawn is zero
+  (Sahoo et al. 2024, section 3.2.3). Visible tokens are not carried over: the
+  losses count masked positions only.
+
+  Args:
+    denoiser: the network.
+    params: its parameters.
+    vocab: which ids may be drawn.
+    corrupted_ids: what the network sees. Shape `[B, L]`.
+    clean_ids: the targets. Shape `[B, L]`.
+    t: noise level. Shape `[B]`.
+    valid: False at padding. Shape `[B, L]`.
+    positions: logical positions. Shape `[B, L]`.
+    segments: document of each slot when several are packed in a row.
+
+  Returns:
+    float32, -inf where the target may not be drawn. Shape `[B, L]`.
+  """
+  hidden, _ = denoiser.features(
+    params,
+    None,
+    corrupted_ids,
+    at=None,
+    step=0,
+    t=t,
+    valid=valid,
+    positions=positions,
+    segments=segments,
+  )
+  logits = allowed(denoiser.head(params, hidden), vocab)
+  target = jnp.take_along_axis(logits, clean_ids[..., None], -1)[..., 0]
+  return target - jax.nn.logsumexp(logits, -1)
+
+
+def allowed(logits: Float[Array, '*S V'], vocab: Vocab) -> Float[Array, '*S V']:
+  """Logits in float32 or wider, -inf at ids that may not be drawn."""
+  num_ids = logits.shape[-1]
+  if num_ids != vocab.size:
+    raise ValueError(
+      f'the head has {num_ids} columns for a vocabulary of {vocab.size} ids'
+    )
+  logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+  return jnp.where(vocab.drawable, logits, -jnp.inf)
+
+
+def reduce_logits(logits: Float[Array, '*S V']) -> Prediction:
+  """The two-level log-sum-exp of logits, which no second array follows."""
+  num_blocks, block_size = block_shape(logits.shape[-1])
+  blocks = logits.reshape(logits.shape[:-1] + (num_blocks, block_size))
+  # Kept, or XLA's CPU back end computes the maxima anew in every fusion.
+  maxima = jax.lax.optimization_barrier(blocks.max(-1))
+  shift = jnp.where(maxima == -jnp.inf, 0.0, maxima)
+  sums = jnp.exp(blocks - shift[..., None]).sum(-1)
+  block_log_sums = shift + jnp.log(sums)
+  return Prediction(
+    logits, block_log_sums, jax.nn.logsumexp(block_log_sums, -1)
+  )
+
+
+@functools.cache
+def block_shape(num_ids: int) -> tuple[int, int]:
+  """Number and size of the vocabulary blocks: the divisor next to sqrt(V).
+
+  Example:
+    >>> block_shape(32_000), block_shape(7)
+    ((200, 160), (7, 1))
+  """
+  size = next(b for b in range(math.isqrt(num_ids), 0, -1) if num_ids % b == 0)
+  return num_ids // size, size

@@ -1,0 +1,307 @@
+"""Values: which token would be written at each position, and its score.
+
+A draw is three functions over the same noise: `noise` makes it from a key,
+`propose` turns it into candidates and scores, `cells` lists it for exact
+enumeration on small spaces. `categorical` makes one from its settings.
+
+A categorical draw is Gumbel-max in two levels: first the block of the
+vocabulary, then the entry inside it. Both levels are exact, and a position
+needs V / b + b random numbers in place of V.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from mdlm_jax import noise as noise_lib
+from mdlm_jax.predict import Prediction, block_shape, reduce_logits
+
+
+class DrawNoise(NamedTuple):
+  """The noise of one draw.
+
+  Attributes:
+    block: Gumbel noise over the blocks of the vocabulary. Shape `[..., V / b]`.
+    entry: Gumbel noise over the entries of a block. Shape `[..., b]`.
+    order: uniform noise in [0, 1), read by the random score. Shape `[...]`.
+  """
+
+  block: Float[Array, '*S N']
+  entry: Float[Array, '*S E']
+  order: Float[Array, '*S']
+
+
+class Draw(NamedTuple):
+  """How values are drawn.
+
+  Attributes:
+    noise: `noise(row_key, positions [K], num_ids) -> DrawNoise`, for one row.
+    propose: `propose(noise, prediction) -> candidate_ids, confidence`.
+    cells: `cells(prediction, masked) -> iterator of (probability, noise)`: the
+      law of the noise of one row of a small space, as finitely many cases.
+  """
+
+  noise: Callable
+  propose: Callable
+  cells: Callable
+
+
+ScoreFn = Callable[[Prediction, Array, DrawNoise], Array]
+
+
+def probability(prediction, candidate_ids, noise) -> Float[Array, '*S']:
+  """Probability of the drawn token (LLaDA's low-confidence score)."""
+  del noise
+  drawn = jnp.take_along_axis(prediction.logits, candidate_ids[..., None], -1)
+  return jnp.exp(drawn[..., 0] - prediction.log_z)
+
+
+def row_maximum(prediction, candidate_ids, noise) -> Float[Array, '*S']:
+  """Largest probability at the position, whichever token was drawn."""
+  del candidate_ids, noise
+  return jnp.exp(prediction.logits.max(-1) - prediction.log_z)
+
+
+def margin(prediction, candidate_ids, noise) -> Float[Array, '*S']:
+  """Largest minus second largest probability (Kim et al. 2025, top-k margin)."""
+  del candidate_ids, noise
+  top, _ = jax.lax.top_k(prediction.logits, 2)
+  first, second = jnp.moveaxis(
+    jnp.exp(top - prediction.log_z[..., None]), -1, 0
+  )
+  return first - second
+
+
+def negative_entropy(prediction, candidate_ids, noise) -> Float[Array, '*S']:
+  """Sum of p log p in nats: 0 for a certain position, -log V for a flat one."""
+  del candidate_ids, noise
+  log_p = prediction.logits - prediction.log_z[..., None]
+  return jnp.where(log_p == -jnp.inf, 0.0, jnp.exp(log_p) * log_p).sum(-1)
+
+
+def random_order(prediction, candidate_ids, noise) -> Float[Array, '*S']:
+  """A uniform score: positions are taken in random order."""
+  del prediction, candidate_ids
+  return noise.order
+
+
+SCORES: dict[str, ScoreFn] = {
+  'probability': probability,
+  'row_maximum': row_maximum,
+  'margin': margin,
+  'negative_entropy': negative_entropy,
+  'random': random_order,
+}
+
+
+@functools.cache
+def categorical(
+  *,
+  temperature: float = 1.0,
+  top_k: int | None = None,
+  top_p: float | None = None,
+  score: ScoreFn = row_maximum,
+  tempered: bool = False,
+) -> Draw:
+  """Draws from the predicted categorical, after temperature and filters.
+
+  The order is temperature, then top-k, then top-p. Temperature 0 is the argmax
+  (lowest id on a tie). Top-k keeps the tokens at least as probable as the k-th;
+  top-p keeps a token iff the tokens more probable than it hold less than
+  `top_p`, so the one that crosses is kept; equal tokens share one fate.
+
+  One at a time with an exact denoiser, scores that do not depend on the drawn
+  token (`row_maximum`, the default, `margin`, `negative_entropy`,
+  `random_order`) sample exactly; `probability` does not.
+
+  Equal settings return the same object, so nothing is compiled twice.
+
+  Args:
+    temperature: at least 0.
+    top_k: at least 1, or None for all.
+    top_p: in (0, 1], or None for all.
+    score: confidence of a position, by default of the model's own distribution
+      over the ids that may be drawn.
+    tempered: score the distribution after temperature and filters instead.
+
+  Returns:
+    The draw.
+
+  Raises:
+    ValueError: for settings out of range, and for one that could not act: a
+      filter or `tempered` at temperature 0.
+  """
+  if not (math.isfinite(temperature) and temperature >= 0):
+    raise ValueError(f'{temperature=} must be finite and at least 0')
+  if top_k is not None and top_k < 1:
+    raise ValueError(f'{top_k=} must be at least 1')
+  if top_p is not None and not 0 < top_p <= 1:
+    raise ValueError(f'{top_p=} must be in (0, 1]')
+  if temperature == 0 and (top_k, top_p, tempered) != (None, None, False):
+    raise ValueError(
+      f'{top_k=}, {top_p=}, {tempered=} cannot act at temperature 0'
+    )
+
+  def adjusted(prediction: Prediction) -> Prediction:
+    logits = prediction.logits
+    if temperature != 1:
+      logits = temper(logits, temperature)
+    if top_k is not None:
+      logits = keep_top_k(logits, top_k)
+    if top_p is not None and top_p < 1:
+      logits = keep_top_p(logits, top_p)
+    unchanged = logits is prediction.logits
+    return prediction if unchanged else reduce_logits(logits)
+
+  def propose(noise: DrawNoise, prediction: Prediction):
+    if temperature == 0:
+      candidate_ids = jnp.argmax(prediction.logits, -1).astype(jnp.int32)
+      return candidate_ids, score(prediction, candidate_ids, noise)
+    drawn_from = adjusted(prediction)
+    candidate_ids = gumbel_max(noise, drawn_from)
+    scored = drawn_from if tempered else prediction
+    return candidate_ids, score(scored, candidate_ids, noise)
+
+  def cells(prediction: Prediction, masked: Bool[np.ndarray, 'K']):
+    if temperature == 0:
+      best = np.argmax(prediction.logits, -1)
+      p = np.eye(prediction.logits.shape[-1])[best]
+    else:
+      drawn_from = adjusted(prediction)
+      p = np.exp(drawn_from.logits - drawn_from.log_z[..., None])
+    orders = (
+      list(itertools.permutations(range(masked.sum())))
+      if score is random_order
+      else [range(masked.sum())]
+    )
+    for weight, ids in _products(np.asarray(p)[masked]):
+      for order in orders:
+        yield weight / len(orders), _forced_noise(ids, order, masked, p)
+
+  return Draw(draw_noise, propose, cells)
+
+
+def temper(logits: Float[Array, '*S V'], temperature) -> Float[Array, '*S V']:
+  """Logits over temperature, up to a constant; safe for any temperature > 0."""
+  # Dividing differences keeps the best token at 0 however small T is: a plain
+  # quotient overflows to inf, then to NaN.
+  below = logits - logits.max(-1, keepdims=True)
+  return jnp.where(below == 0, 0.0, below / temperature)
+
+
+def keep_top_k(logits: Float[Array, '*S V'], k: int) -> Float[Array, '*S V']:
+  """Minus infinity at tokens less probable than the k-th best; ties stay."""
+  kth = jax.lax.top_k(logits, min(k, logits.shape[-1]))[0][..., -1:]
+  return jnp.where(logits >= kth, logits, -jnp.inf)
+
+
+def keep_top_p(logits: Float[Array, '*S V'], p: float) -> Float[Array, '*S V']:
+  """Minus infinity outside the nucleus (Holtzman et al. 2020, equation 3).
+
+  A token stays iff the tokens strictly more probable than it hold less than
+  `p`. The smallest probability that stays is found by bisection over the bits
+  of the float, one reduction a step, which beats a sort of the vocabulary.
+  """
+  # Probabilities are at least 0, so their bits are ordered as they are.
+  probs = jax.nn.softmax(logits, -1).astype(jnp.float32)
+  bits = jax.lax.bitcast_convert_type(probs, jnp.int32)
+
+  def halve(_, bounds):
+    low, high = bounds  # mass above low >= p > mass above high
+    middle = low + (high - low) // 2
+    above = jnp.where(bits > middle[..., None], probs, 0.0).sum(-1)
+    inside = above < p
+    return jnp.where(inside, low, middle), jnp.where(inside, middle, high)
+
+  high = bits.max(-1)
+  _, smallest = jax.lax.fori_loop(0, 31, halve, (-jnp.ones_like(high), high))
+  return jnp.where(bits >= smallest[..., None], logits, -jnp.inf)
+
+
+def draw_noise(
+  row_key: Key[Array, ''], positions: Int[Array, 'K'], num_ids: int
+) -> DrawNoise:
+  """The noise of one row, a function of its key and the logical positions.
+
+  Args:
+    row_key: consumed.
+    positions: logical positions. Shape `[K]`.
+    num_ids: number of columns V of the logits.
+
+  Returns:
+    float32 noise with leading shape `[K]`.
+  """
+  num_blocks, block_size = block_shape(num_ids)
+
+  def at_position(key):
+    block_key, entry_key, order_key = jax.random.split(key, 3)
+    # The default mode cannot exceed 15.94 and loses events rarer than 1e-7.
+    gumbel = functools.partial(
+      jax.random.gumbel, dtype=jnp.float32, mode='high'
+    )
+    return DrawNoise(
+      gumbel(block_key, (num_blocks,)),
+      gumbel(entry_key, (block_size,)),
+      jax.random.uniform(order_key, dtype=jnp.float32),
+    )
+
+  return jax.vmap(at_position)(noise_lib.position_keys(row_key, positions))
+
+
+def gumbel_max(noise: DrawNoise, prediction: Prediction) -> Int[Array, '*S']:
+  """Exact categorical draw: the block by its mass, then the entry inside it.
+
+  A block of mass exp(m) wins with probability exp(m - log_z), and its entry v
+  with exp(logits[v] - m): the product is the softmax.
+
+  Args:
+    noise: Gumbel noise of both levels.
+    prediction: logits, block sums and log_z of the distribution.
+
+  Returns:
+    int32 ids of the leading shape; a token of logit -inf is never returned
+    whatever the noise.
+  """
+  num_blocks, block_size = block_shape(prediction.logits.shape[-1])
+  block = jnp.argmax(_perturb(prediction.block_log_sums, noise.block), -1)
+  blocks = prediction.logits.reshape(
+    prediction.logits.shape[:-1] + (num_blocks, block_size)
+  )
+  entries = jnp.take_along_axis(blocks, block[..., None, None], -2)[..., 0, :]
+  entry = jnp.argmax(_perturb(entries, noise.entry), -1)
+  return (block * block_size + entry).astype(jnp.int32)
+
+
+def _perturb(logits, gumbel):
+  # -inf plus an infinite noise would be NaN, which argmax prefers.
+  return jnp.where(logits == -jnp.inf, -jnp.inf, logits + gumbel)
+
+
+def _products(
+  probs: Float[np.ndarray, 'M V'],
+) -> Iterator[tuple[float, tuple[int, ...]]]:
+  """Every tuple of ids of positive probability, with its probability."""
+  choices = [np.flatnonzero(row) for row in probs]
+  for ids in itertools.product(*choices):
+    weight = math.prod(float(row[v]) for row, v in zip(probs, ids, strict=True))
+    yield weight, tuple(int(v) for v in ids)
+
+
+def _forced_noise(ids, order, masked, p) -> DrawNoise:
+  """Noise under which the masked positions draw `ids` and rank by `order`."""
+  num_blocks, block_size = block_shape(p.shape[-1])
+  block = np.zeros(masked.shape + (num_blocks,))
+  entry = np.zeros(masked.shape + (block_size,))
+  order_noise = np.zeros(masked.shape)
+  for slot, v, rank in zip(np.flatnonzero(masked), ids, order, strict=True):
+    block[slot, v // block_size] = np.inf
+    entry[slot, v % block_size] = np.inf
+    order_noise[slot] = rank
+  return DrawNoise(block, entry, order_noise)

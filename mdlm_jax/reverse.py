@@ -1,0 +1,211 @@
+"""The reverse update: choose eligible positions, commit their candidates.
+
+`reverse_update` is the definition, for a batch and with every argument
+checked. `top_eligible` and `commit` are its two halves, for one row and
+unchecked; the rules of the sampler are built from the same two.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import checkify
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float, Int
+
+
+def top_eligible(
+  scores: Float[Array, 'L'],
+  eligible: Bool[Array, 'L'],
+  count: Int[Array, ''],
+  *,
+  max_count: int | None = None,
+) -> Bool[Array, 'L']:
+  """Marks the `count` eligible positions of highest score, in one row.
+
+  Ties go to the lowest position. An ineligible position is never marked,
+  whatever its score, also when every eligible score is minus infinity.
+
+  Args:
+    scores: any floating dtype, without NaN where eligible. Shape `[L]`.
+    eligible: positions that may be marked. Shape `[L]`.
+    count: how many to mark; a count above the number of eligible positions
+      marks them all. Shape `[]`.
+    max_count: static upper bound of `count`, at most L (the default). A tight
+      bound makes the selection several times faster.
+
+  Returns:
+    The marked positions. Shape `[L]`.
+
+  Example:
+    >>> top_eligible(jnp.array([.9, .1, .5]), jnp.array([False, True, True]), 1)
+    Array([False, False,  True], dtype=bool)
+  """
+  (length,) = scores.shape
+  k = length if max_count is None else min(max_count, length)
+  ranks = jnp.where(eligible, _ordered_integers(scores), _lowest(scores.dtype))
+  _, order = jax.lax.top_k(ranks, k)
+  marked = jnp.arange(k) < count
+  return jnp.zeros(length, bool).at[order].set(marked) & eligible
+
+
+def commit(
+  ids: Int[Array, '*S'],
+  candidate_ids: Int[Array, '*S'],
+  write: Bool[Array, '*S'],
+) -> Int[Array, '*S']:
+  """The ids with the candidates written where `write` is true."""
+  return jnp.where(write, candidate_ids, ids)
+
+
+def reverse_update(
+  x: ArrayLike | Sequence,
+  candidate_ids: ArrayLike | Sequence,
+  confidence: ArrayLike | Sequence,
+  generation_slots: ArrayLike | Sequence,
+  reveal_counts: ArrayLike | Sequence,
+  mask_id: int,
+  pad_id: int,
+) -> Int[Array, 'B L']:
+  """Commits, per row, the most confident candidates at open MASK positions.
+
+  A position is eligible iff it is a generation slot and its token is MASK and
+  not PAD. In row b the `reveal_counts[b]` eligible positions of highest
+  confidence receive their candidates, ties going to the lowest position;
+  everything else is unchanged. This is one step of the confidence decoding of
+  MaskGIT (Chang et al. 2022, section 3.2) and LLaDA (Nie et al. 2025,
+  algorithm 5), with the positions and counts made explicit.
+
+  Args:
+    x: token ids. Shape `[B, L]`.
+    candidate_ids: the token that would be written. Shape `[B, L]`.
+    confidence: floating scores, higher is earlier; ignored where not eligible.
+      Shape `[B, L]`.
+    generation_slots: Boolean, positions that generation owns. Shape `[B, L]`.
+    reveal_counts: integers between 0 and the row's number of eligible
+      positions; a list or an array. Shape `[B]`.
+    mask_id: id of MASK.
+    pad_id: id of PAD, never committed; -1 where there is none, or where PAD is
+      an ordinary token (pad = eos).
+
+  Returns:
+    The next ids. Shape `[B, L]`, the dtype of `x`.
+
+  Raises:
+    ValueError: for shapes and dtypes other than these, and, on concrete
+      arrays, for a count that is negative or above the eligible number, a MASK
+      or PAD about to be committed, a NaN confidence at an eligible position.
+      Under `jit` the value errors are found by `checkify.checkify`.
+
+  Example:
+    >>> reverse_update([[7, 1, 1]], [[7, 5, 6]], [[.9, .2, .4]],
+    ...                [[False, True, True]], [1], mask_id=1, pad_id=0)
+    Array([[7, 1, 6]], dtype=int32)
+  """
+  if mask_id == pad_id:
+    raise ValueError(f'{mask_id=} and {pad_id=} must differ')
+  arguments = {
+    'x': (x, jnp.integer),
+    'candidate_ids': (candidate_ids, jnp.integer),
+    'confidence': (confidence, jnp.floating),
+    'generation_slots': (generation_slots, jnp.bool_),
+    'reveal_counts': (reveal_counts, jnp.integer),
+  }
+  arrays = {
+    name: _typed(name, value, kind) for name, (value, kind) in arguments.items()
+  }
+  shape = arrays['x'].shape
+  if len(shape) != 2:
+    raise ValueError(f'x must be [batch, length], not of shape {shape}')
+  for name in ('candidate_ids', 'confidence', 'generation_slots'):
+    if arrays[name].shape != shape:
+      raise ValueError(
+        f'{name} must have the shape of x, {shape}, not {arrays[name].shape}'
+      )
+  if arrays['reveal_counts'].shape != shape[:1]:
+    raise ValueError(
+      f'reveal_counts must hold one count per row, shape {shape[:1]}, not '
+      f'{arrays["reveal_counts"].shape}'
+    )
+  next_x, faults = _reverse_update(
+    **arrays, mask_id=int(mask_id), pad_id=int(pad_id)
+  )
+  _report(faults)
+  return next_x
+
+
+class _Faults(NamedTuple):
+  """What is wrong with a row's values, each `[B]`; the names are messages."""
+
+  count_out_of_range: Array
+  forbidden_commit: Array
+  nan_confidence: Array
+
+
+_MESSAGES = _Faults(
+  'reveal_counts must lie between 0 and the number of eligible positions',
+  'candidate_ids must not be MASK or PAD where it is committed',
+  'confidence must not be NaN at an eligible position',
+)
+
+
+@functools.partial(jax.jit, static_argnames=('mask_id', 'pad_id'))
+def _reverse_update(
+  x, candidate_ids, confidence, generation_slots, reveal_counts, mask_id, pad_id
+):
+  eligible = generation_slots & (x == mask_id)
+  write = jax.vmap(top_eligible)(confidence, eligible, reveal_counts)
+  candidate_ids = candidate_ids.astype(x.dtype)
+  forbidden = (candidate_ids == mask_id) | (candidate_ids == pad_id)
+  faults = _Faults(
+    (reveal_counts < 0) | (reveal_counts > eligible.sum(1)),
+    (write & forbidden).any(1),
+    (eligible & jnp.isnan(confidence)).any(1),
+  )
+  return commit(x, candidate_ids, write), faults
+
+
+def _report(faults: _Faults) -> None:
+  """Raises on concrete faults; leaves traced ones to `checkify`."""
+  for message, rows in zip(_MESSAGES, faults, strict=True):
+    if isinstance(rows, jax.core.Tracer):
+      checkify.debug_check(
+        ~rows.any(), message + ' (row {row})', row=jnp.argmax(rows)
+      )
+    elif rows.any():
+      raise ValueError(f'{message} (row {int(np.argmax(rows))})')
+
+
+def _typed(name, value, kind) -> Array:
+  """`value` as an array, its dtype checked before JAX could convert it."""
+  array = value if isinstance(value, jax.Array) else np.asarray(value)
+  if array.size == 0 and isinstance(value, Sequence):
+    return jnp.asarray(array, jnp.int32 if kind is jnp.integer else kind)
+  if not jnp.issubdtype(array.dtype, kind):
+    raise ValueError(f'{name} must be {kind.__name__}, not {array.dtype}')
+  return jnp.asarray(array)
+
+
+def _ordered_integers(scores: Float[Array, '*S']) -> Int[Array, '*S']:
+  """Integers in the order of the floats, all above `_lowest`.
+
+  Masking with -inf would tie with eligible scores of -inf; the integer minimum
+  is below every float that is not NaN.
+  """
+  dtype = _integer_dtype(scores.dtype)
+  # -0 and +0 are equal scores and must tie.
+  scores = jnp.where(scores == 0, jnp.zeros_like(scores), scores)
+  bits = jax.lax.bitcast_convert_type(scores, dtype)
+  return jnp.where(bits < 0, bits ^ jnp.iinfo(dtype).max, bits)
+
+
+def _integer_dtype(dtype) -> np.dtype:
+  return np.dtype(f'int{jnp.finfo(dtype).bits}')
+
+
+def _lowest(dtype) -> Array:
+  integer = _integer_dtype(dtype)
+  return jnp.array(jnp.iinfo(integer).min, integer)
