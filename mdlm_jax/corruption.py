@@ -2,11 +2,13 @@
 
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from mdlm_jax import noise, schedules
+from mdlm_jax.checks import check_values
 
 _LINEAR = schedules.linear()
 
@@ -38,8 +40,8 @@ def corrupt(
 ) -> Corruption:
   """Masks each token independently with probability 1 - alpha(t).
 
-  q(z_t | x) of MDLM (arXiv 2406.07524, eq. 3): the number of masked tokens is
-  random, t is a probability and not a count. The noise of a position is a
+  q(z_t | x) of MDLM (arXiv 2406.07524, section 3): the number of masked tokens
+  is random; t is a probability and not a count. The noise of a position is a
   function of the key, the row's global id and its logical position only.
 
   Args:
@@ -57,12 +59,18 @@ def corrupt(
 
   Returns:
     The corrupted ids and the map of masked positions.
+
+  Raises:
+    ValueError: on concrete arrays, a t outside [0, 1] (a count, say, in place
+      of a probability). Under `jit` it is found by `checkify`.
   """
+  check_values((t >= 0) & (t <= 1), 't must lie in [0, 1]')
   num_rows, length = clean_ids.shape
   if row_ids is None:
     row_ids = jnp.arange(num_rows)
   if positions is None:
     positions = jnp.broadcast_to(jnp.arange(length), clean_ids.shape)
+  chex.assert_shape([t, row_ids], (num_rows,))
   uniforms = jax.vmap(noise.position_uniforms)(
     noise.row_keys(key, row_ids), positions
   )
@@ -92,5 +100,7 @@ def corrupt_with_noise(
   Returns:
     The corrupted ids and the map of masked positions.
   """
+  chex.assert_equal_shape([uniforms, clean_ids, eligible])
+  chex.assert_type(eligible, bool)
   masked = eligible & (uniforms < mask_probability[:, None])
   return Corruption(jnp.where(masked, mask_id, clean_ids), masked)

@@ -8,6 +8,7 @@ divided once.
 
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -47,9 +48,9 @@ def continuous_bound(
   """The continuous-time bound on -log p(x), one draw of t and mask per row.
 
   sum over masked positions of -alpha'(t) / (1 - alpha(t)) * -log p(x_l | z_t)
-  (MD4, arXiv 2406.04329, eq. 5; MDLM, arXiv 2406.07524, eq. 10). Its mean over
-  t ~ U(0, 1) is the bound, in nats. LLaDA's pre-training loss is the linear
-  case.
+  (MD4, arXiv 2406.04329, section 3; MDLM, arXiv 2406.07524, section 3.4). Its
+  mean over t ~ U(0, 1) is the bound, in nats. LLaDA's pre-training loss is the
+  linear case.
 
   Args:
     target_log_probs: log-probability of the clean token; anything at positions
@@ -63,9 +64,9 @@ def continuous_bound(
   Returns:
     The weighted sum over rows; count: valid positions.
   """
+  weight = schedule.weight(t)
   return Total(
-    _weighted_sum(target_log_probs, masked & valid, schedule.weight(t)),
-    _count(valid),
+    _weighted_sum(target_log_probs, masked, valid, weight), _count(valid)
   )
 
 
@@ -81,8 +82,9 @@ def discrete_bound(
   """The bound of a chain of T steps, one draw of the step and mask per row.
 
   As `continuous_bound` with the weight T (alpha_s - alpha_t) / (1 - alpha_t),
-  s = t - 1/T (MD4, arXiv 2406.04329, eq. 4). It is what T uniform steps of the
-  exact reverse kernel achieve, and falls to the continuous bound as T grows.
+  s = t - 1/T (MD4, arXiv 2406.04329, section 3). It bounds -log p(x) of a
+  sampler that makes T uniform steps of the exact reverse kernel, and falls to
+  the continuous bound as T grows.
 
   Args:
     target_log_probs: as in `continuous_bound`. Shape `[B, L]`.
@@ -104,7 +106,7 @@ def discrete_bound(
   s = (jnp.round(t * num_steps) - 1.0) / num_steps
   weight = num_steps * schedules.reveal_probability(schedule, t, s)
   return Total(
-    _weighted_sum(target_log_probs, masked & valid, weight), _count(valid)
+    _weighted_sum(target_log_probs, masked, valid, weight), _count(valid)
   )
 
 
@@ -120,8 +122,10 @@ def cross_entropy(
   Returns:
     Sum over masked positions; count: masked positions.
   """
-  ones = jnp.ones(masked.shape[0])
-  return Total(_weighted_sum(target_log_probs, masked, ones), _count(masked))
+  weight = jnp.ones(masked.shape[0])
+  return Total(
+    _weighted_sum(target_log_probs, masked, masked, weight), _count(masked)
+  )
 
 
 def answer_loss(
@@ -134,7 +138,7 @@ def answer_loss(
 ) -> Total:
   """LLaDA's fine-tuning loss: each row's bound per token of its own answer.
 
-  Long and short answers weigh the same (LLaDA, arXiv 2502.09992, eq. 5).
+  Long and short answers weigh the same (LLaDA, arXiv 2502.09992, section 2.3).
 
   Args:
     target_log_probs: as in `continuous_bound`. Shape `[B, L]`.
@@ -150,7 +154,7 @@ def answer_loss(
   lengths = jnp.sum(answer, axis=1)
   weight = schedule.weight(t) / jnp.maximum(lengths, 1)
   return Total(
-    _weighted_sum(target_log_probs, masked & answer, weight),
+    _weighted_sum(target_log_probs, masked, answer, weight),
     _count(lengths > 0),
   )
 
@@ -179,8 +183,12 @@ def carry_over(
   )
 
 
-def _weighted_sum(target_log_probs, masked, weight):
-  """Sum over masked positions of weight[b] * -log p, in float32."""
+def _weighted_sum(target_log_probs, masked, valid, weight):
+  """Sum of weight[b] * -log p where masked and valid, in float32."""
+  chex.assert_equal_shape([target_log_probs, masked, valid])
+  chex.assert_type([masked, valid], bool)
+  chex.assert_shape(weight, masked.shape[:1])
+  masked &= valid
   # Both factors are replaced before the product: 0 * inf would give NaN in the
   # value or in the gradient.
   weight = jnp.where(masked, weight[:, None], 0.0)

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from mdlm_jax import noise
+from mdlm_jax.checks import check_values
 
 
 class Schedule(NamedTuple):
@@ -29,8 +30,8 @@ class Schedule(NamedTuple):
     alpha: t in [0, 1] -> probability that a token is kept, decreasing.
     derivative: t -> alpha'(t), never positive.
     weight: t in (0, 1] -> -alpha'(t) / (1 - alpha(t)), the weight of the
-      continuous-time bound (MD4, arXiv 2406.04329, eq. 5), in a closed form
-      without cancellation. Infinite or very large at t = 0.
+      continuous-time bound (MD4, arXiv 2406.04329, section 3), in a closed
+      form without cancellation. Infinite or very large at t = 0.
     inverse: alpha -> t, for alpha between alpha(1) and alpha(0).
   """
 
@@ -145,8 +146,8 @@ def log_linear(floor: float = 1e-3) -> Schedule:
 def reveal_probability(schedule: Schedule, t, s):
   """The exact reverse kernel: P(a position masked at t is visible at s).
 
-  (alpha_s - alpha_t) / (1 - alpha_t) for s <= t, elementwise (MD4 eq. 3,
-  MDLM, arXiv 2406.07524, eq. 7); (t - s) / t for the linear schedule.
+  (alpha_s - alpha_t) / (1 - alpha_t) for s <= t, elementwise (MD4, section 2;
+  MDLM, arXiv 2406.07524, section 3.2); (t - s) / t for the linear schedule.
 
   Args:
     schedule: the masking schedule.
@@ -355,7 +356,8 @@ def plan_counts(
 
   Raises:
     ValueError: `num_steps` below 1, or a grid that does not have
-      `num_steps + 1` decreasing values from 1 to 0.
+      `num_steps + 1` decreasing values from 1 to 0; on concrete arrays also a
+      negative `num_open`.
 
   >>> print(plan_counts(7, 3))
   [3 2 2]
@@ -364,6 +366,7 @@ def plan_counts(
   """
   _check_num_steps(num_steps)
   num_open = jnp.asarray(num_open, jnp.int32)[..., None]
+  check_values(num_open >= 0, 'num_open must be at least 0')
   if grid is None:
     quotient, remainder = jnp.divmod(num_open, num_steps)
     steps = jnp.arange(num_steps, dtype=jnp.int32)
