@@ -31,14 +31,16 @@ def test_noise_follows_the_logical_position_and_not_the_slot():
 
 
 def test_rows_positions_and_keys_have_different_noise():
-  rows = _uniforms(jax.random.key(3), jnp.arange(64), _positions(64, *range(32)))
+  rows = _uniforms(
+    jax.random.key(3), jnp.arange(64), _positions(64, *range(32))
+  )
   other = _uniforms(
     jax.random.key(4), jnp.arange(64), _positions(64, *range(32))
   )
   draws = np.concatenate([rows.ravel(), other.ravel()])
   # 4,096 draws of 2^23 values: one coincidence is expected, twenty never seen.
   assert len(np.unique(draws)) > len(draws) - 20
-  assert 0 <= draws.min() and draws.max() < 1
+  assert draws.min() >= 0 and draws.max() < 1
 
 
 def test_uniforms_have_a_uniform_law():

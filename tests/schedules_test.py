@@ -1,0 +1,393 @@
+import functools
+
+import golden_data
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mdlm_jax import schedules
+
+MD4 = golden_data.load('md4/schedules_losses')
+MDLM = golden_data.load('mdlm_dit/schedules_losses')
+
+# The papers' formulae for 1 - alpha and its derivative, in float64.
+_RATIO = np.log(20.0 / 1e-5)
+FORMULAE = {
+  'linear': (schedules.linear(), lambda t: t, lambda t: np.ones_like(t)),
+  'cosine': (
+    schedules.cosine(),
+    lambda t: np.cos(np.pi / 2 * (1 - t)),
+    lambda t: np.pi / 2 * np.sin(np.pi / 2 * (1 - t)),
+  ),
+  'square': (schedules.polynomial(2.0), lambda t: t**2, lambda t: 2 * t),
+  'root': (
+    schedules.polynomial(0.5),
+    lambda t: t**0.5,
+    lambda t: 0.5 * t**-0.5,
+  ),
+  'geometric': (
+    schedules.geometric(),
+    lambda t: -np.expm1(-(1e-5 ** (1 - t)) * 20**t),
+    lambda t: (
+      _RATIO * 1e-5 ** (1 - t) * 20**t * np.exp(-(1e-5 ** (1 - t)) * 20**t)
+    ),
+  ),
+  'log_linear': (
+    schedules.log_linear(),
+    lambda t: 0.999 * t,
+    lambda t: 0.999 * np.ones_like(t),
+  ),
+}
+each_schedule = pytest.mark.parametrize(
+  'schedule, masked, slope', FORMULAE.values(), ids=FORMULAE.keys()
+)
+# From well below float32's resolution of alpha near 1 to the very end.
+TIMES = np.array([1e-6, 1e-4, 0.01, 0.2, 0.5, 0.9, 0.999, 1.0])
+
+
+@each_schedule
+def test_alpha_and_derivative_are_the_formulae(schedule, masked, slope):
+  t = jnp.array(TIMES, jnp.float32)
+  np.testing.assert_allclose(schedule.alpha(t), 1 - masked(TIMES), atol=3e-7)
+  np.testing.assert_allclose(
+    schedule.derivative(t), -slope(TIMES), rtol=2e-5, atol=1e-7
+  )
+
+
+@each_schedule
+def test_weight_has_no_cancellation(schedule, masked, slope):
+  # Formed from float32 alphas the weight at t = 1e-6 would be off by 1 %.
+  weight = schedule.weight(jnp.array(TIMES, jnp.float32))
+  expected = slope(TIMES) / masked(TIMES)
+  np.testing.assert_allclose(weight, expected, rtol=3e-5, atol=1e-7)
+  assert np.all(weight >= 0)
+
+
+@each_schedule
+def test_inverse_undoes_alpha(schedule, masked, slope):
+  t = jnp.linspace(0.05, 0.95, 19)
+  if schedule == schedules.geometric():
+    t = t[10:]  # Below, alpha is within float32's resolution of 1.
+  np.testing.assert_allclose(schedule.inverse(schedule.alpha(t)), t, atol=1e-4)
+
+
+@each_schedule
+def test_alpha_is_exact_where_the_docstring_says_complete(
+  schedule, masked, slope
+):
+  alpha = schedule.alpha(jnp.array([0.0, 1.0]))
+  if schedule == schedules.geometric():
+    np.testing.assert_allclose(alpha, np.exp([-1e-5, -20.0]), rtol=1e-4)
+  elif schedule == schedules.log_linear():
+    np.testing.assert_allclose(alpha, [1.0, 1e-3], rtol=1e-4)
+  else:
+    np.testing.assert_array_equal(alpha, [1.0, 0.0])
+
+
+@each_schedule
+def test_jit_equals_eager(schedule, masked, slope):
+  t = jnp.array(TIMES, jnp.float32)
+  for function in schedule[:3]:
+    # Fused, 1 - x rounds once instead of twice.
+    np.testing.assert_allclose(
+      jax.jit(function)(t), function(t), rtol=1e-6, atol=1e-7
+    )
+
+
+def test_schedules_are_hashable_and_equal_when_rebuilt():
+  assert schedules.polynomial(2.0) is schedules.polynomial(2.0)
+  assert hash(schedules.cosine()) == hash(schedules.cosine())
+  assert schedules.geometric(sigma_max=10.0) != schedules.geometric()
+
+
+def test_options_change_the_schedule():
+  half = jnp.array(0.5)
+  assert schedules.polynomial(3.0).alpha(half) == 0.875
+  np.testing.assert_allclose(
+    schedules.geometric(0.25, 4.0).alpha(half), np.exp(-1), rtol=1e-6
+  )
+  np.testing.assert_allclose(
+    schedules.log_linear(0.1).alpha(half), 0.55, rtol=1e-6
+  )
+
+
+@pytest.mark.parametrize(
+  'build, named',
+  [
+    (lambda: schedules.polynomial(0.0), 'exponent=0'),
+    (lambda: schedules.geometric(2.0, 1.0), 'sigma_min=2'),
+    (lambda: schedules.geometric(0.0, 1.0), 'sigma_min=0'),
+    (lambda: schedules.log_linear(1.0), 'floor=1'),
+    (lambda: schedules.log_linear(-0.1), 'floor=-0.1'),
+    (lambda: schedules.uniform_grid(0), 'num_steps=0'),
+    (lambda: schedules.cosine_grid(-1), 'num_steps=-1'),
+    (lambda: schedules.discrete_times(jnp.ones(1), 0), 'num_steps=0'),
+  ],
+)
+def test_wrong_settings_are_refused_by_name(build, named):
+  with pytest.raises(ValueError, match=named):
+    build()
+
+
+@pytest.mark.parametrize(
+  'name, schedule',
+  [
+    ('linear', schedules.linear()),
+    ('cosine', schedules.cosine()),
+    ('poly2', schedules.polynomial(2.0)),
+    ('poly3', schedules.polynomial(3.0)),
+    ('poly0.5', schedules.polynomial(0.5)),
+    ('poly1', schedules.polynomial(1.0)),
+  ],
+)
+def test_schedules_are_those_of_md4(name, schedule):
+  # MD4 squeezes alpha to [1e-4, 1 - 1e-4]; the same is done here around ours.
+  golden = MD4[f'schedule_{name}']
+  t = jnp.array(golden['t'])
+  alpha = (1 - 2e-4) * schedule.alpha(t) + 1e-4
+  derivative = (1 - 2e-4) * schedule.derivative(t)
+  np.testing.assert_allclose(alpha, golden['alpha'], rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(derivative, golden['dalpha'], rtol=1e-5, atol=1e-6)
+  late = golden['t'] >= 0.01
+  weight = golden['dgamma_times_alpha']
+  ours = derivative / (1 - alpha)
+  np.testing.assert_allclose(ours[late], weight[late], rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(ours[~late], weight[~late], rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+  'name, schedule',
+  [
+    ('loglinear', schedules.log_linear(1e-3)),
+    ('geometric', schedules.geometric(1e-4, 20.0)),
+  ],
+)
+def test_schedules_are_those_of_mdlm(name, schedule):
+  golden = MDLM['noise_schedules']
+  t = jnp.array(golden['t'])
+  alpha = schedule.alpha(t)
+  np.testing.assert_allclose(
+    1 - alpha, golden[f'{name}_move_chance'], atol=3e-7
+  )
+  np.testing.assert_allclose(
+    alpha, np.exp(-golden[f'{name}_total']), rtol=1e-5, atol=1e-7
+  )
+  # sigma' = -alpha' / alpha
+  np.testing.assert_allclose(
+    -schedule.derivative(t) / alpha, golden[f'{name}_rate'], rtol=1e-4
+  )
+  positive = golden['t'] > 0
+  np.testing.assert_allclose(
+    schedule.weight(t)[positive],
+    golden[f'{name}_nelbo_weight'][positive],
+    rtol=1e-4,
+  )
+
+
+def test_reveal_probability_of_the_linear_schedule_is_t_minus_s_over_t():
+  t, s = jnp.array([1.0, 0.8, 0.5]), jnp.array([0.75, 0.2, 0.0])
+  revealed = schedules.reveal_probability(schedules.linear(), t, s)
+  np.testing.assert_allclose(revealed, [0.25, 0.75, 1.0], rtol=1e-6)
+
+
+@each_schedule
+def test_steps_of_the_kernel_compose_to_one_step(schedule, masked, slope):
+  grid = np.linspace(0.9, 0.3, 7)
+  t, s = jnp.array(grid[:-1]), jnp.array(grid[1:])
+  kept = np.prod(1 - schedules.reveal_probability(schedule, t, s))
+  np.testing.assert_allclose(kept, masked(0.3) / masked(0.9), rtol=1e-3)
+
+
+def test_the_last_step_reveals_all_also_where_alpha_rounds_to_one():
+  t, s = jnp.array([0.5, 1e-3]), jnp.zeros(2)
+  for exponent in (1.0, 2.0, 4.0):
+    revealed = schedules.reveal_probability(
+      schedules.polynomial(exponent), t, s
+    )
+    np.testing.assert_array_equal(revealed, 1.0)
+
+
+@pytest.mark.parametrize('num_steps', [1, 4, 16, 100])
+@pytest.mark.parametrize('name', ['uniform', 'cosine'])
+def test_grids_are_those_of_md4(name, num_steps):
+  grid = getattr(schedules, f'{name}_grid')(num_steps)
+  golden = MD4[f'grid_{name}_{num_steps}']
+  np.testing.assert_allclose(grid[:-1], golden['t'], atol=2e-7)
+  np.testing.assert_allclose(grid[1:], golden['s'], atol=2e-7)
+
+
+@pytest.mark.parametrize('num_steps', [1, 2, 7, 1000])
+@pytest.mark.parametrize('name', ['uniform', 'cosine'])
+def test_grids_fall_from_exactly_one_to_exactly_zero(name, num_steps):
+  grid = getattr(schedules, f'{name}_grid')(num_steps)
+  assert len(grid) == num_steps + 1
+  assert (grid[0], grid[-1]) == (1.0, 0.0)
+  assert np.all(np.diff(np.float32(grid)) < 0)
+  assert hash(grid) is not None
+
+
+DRAWS = {
+  draw.__name__: jax.jit(draw, static_argnames=('num_rows', 't_min'))
+  for draw in (
+    schedules.iid_times,
+    schedules.stratified_times,
+    schedules.systematic_times,
+  )
+}
+each_draw = pytest.mark.parametrize('draw', DRAWS.values(), ids=DRAWS.keys())
+
+
+@each_draw
+@pytest.mark.parametrize('t_min', [0.0, 0.25])
+def test_times_have_a_uniform_law_above_t_min(draw, t_min):
+  keys = jax.random.split(jax.random.key(0), 512)
+  times = jax.vmap(lambda key: draw(key, jnp.arange(8), 8, t_min=t_min))(keys)
+  times = np.ravel(times)
+  assert t_min < times.min() and times.max() <= 1
+  # Kolmogorov-Smirnov for 4,096 draws; false alarm at most 1 in 1,000 (iid;
+  # systematic times count as their 512 offsets).
+  levels = (np.sort(times) - t_min) / (1 - t_min)
+  distance = np.abs(levels - (np.arange(4096) + 0.5) / 4096).max()
+  independent = 512 if draw is DRAWS['systematic_times'] else 4096
+  assert distance < 1.95 / np.sqrt(independent)
+
+
+@each_draw
+def test_times_do_not_depend_on_how_the_batch_is_split(draw):
+  whole = draw(jax.random.key(1), jnp.arange(12), 12)
+  parts = [jnp.arange(0, 5), jnp.arange(5, 6), jnp.arange(6, 12)]
+  split = np.concatenate([draw(jax.random.key(1), rows, 12) for rows in parts])
+  np.testing.assert_array_equal(whole, split)
+  assert len(np.unique(whole)) == 12
+
+
+def test_stratified_times_have_one_row_in_each_stratum():
+  for seed in range(20):
+    times = DRAWS['stratified_times'](
+      jax.random.key(seed), jnp.arange(16), 16, t_min=0.2
+    )
+    strata = np.ceil((np.array(times) - 0.2) / 0.8 * 16 - 1e-4)
+    np.testing.assert_array_equal(strata, np.arange(1, 17))
+
+
+def test_systematic_times_are_equally_spaced():
+  times = DRAWS['systematic_times'](jax.random.key(3), jnp.arange(10), 10)
+  np.testing.assert_allclose(np.diff(np.sort(times)), 0.1, atol=1e-6)
+
+
+def test_the_three_draws_differ_and_depend_on_the_key():
+  times = [
+    np.array(draw(jax.random.key(seed), jnp.arange(4), 4))
+    for draw in DRAWS.values()
+    for seed in (0, 1)
+  ]
+  assert len(np.unique(np.stack(times)[:, 0])) == 6
+
+
+def test_a_range_outside_zero_to_one_is_refused():
+  for t_min in (1.0, -0.1):
+    with pytest.raises(ValueError, match=f't_min={t_min}'):
+      schedules.iid_times(jax.random.key(0), jnp.arange(2), 2, t_min=t_min)
+
+
+@pytest.mark.parametrize('num_rows', [1, 2, 3, 4, 7, 8])
+def test_spread_is_the_antithetic_time_of_md4(num_rows):
+  golden = MD4['antithetic_times']
+  times = schedules.spread(
+    jnp.array(golden[f't0_{num_rows}']), jnp.arange(num_rows), num_rows
+  )
+  np.testing.assert_allclose(times, golden[f't_{num_rows}'], atol=2e-7)
+
+
+@pytest.mark.parametrize('num_rows', [1, 2, 3, 4, 7, 8, 16])
+def test_stratify_is_the_antithetic_time_of_mdlm(num_rows):
+  golden = MDLM['antithetic_sampling']
+  times = schedules.stratify(
+    jnp.array(golden[f'u_{num_rows}']), jnp.arange(num_rows), num_rows
+  )
+  np.testing.assert_allclose(
+    1e-3 + 0.999 * times, golden[f't_{num_rows}'], atol=2e-7
+  )
+
+
+@pytest.mark.parametrize('num_steps', [1, 10, 1000])
+@pytest.mark.parametrize('name', ['linear', 'cosine', 'poly2', 'poly3'])
+def test_discrete_times_are_those_of_md4(name, num_steps):
+  golden = MD4[f'loss_{name}_T{num_steps}']
+  times = schedules.discrete_times(jnp.array(golden['t']), num_steps)
+  np.testing.assert_allclose(times, golden['t_used'], atol=1e-7)
+
+
+def test_discrete_times_keep_grid_points_and_never_reach_zero():
+  times = schedules.discrete_times(jnp.array([1e-7, 0.25, 0.26, 1.0]), 4)
+  np.testing.assert_array_equal(times, [0.25, 0.25, 0.5, 1.0])
+
+
+_plan = functools.partial(jax.jit, static_argnames=('num_steps', 'grid'))(
+  schedules.plan_counts
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+  num_open=st.lists(st.integers(0, 5000), min_size=6, max_size=6),
+  num_steps=st.sampled_from([1, 2, 7, 64]),
+  grid=st.sampled_from([None, schedules.uniform_grid, schedules.cosine_grid]),
+)
+def test_planned_counts_are_never_negative_and_sum_to_the_open_positions(
+  num_open, num_steps, grid
+):
+  grid = grid and grid(num_steps)
+  counts = _plan(jnp.array(num_open), num_steps, grid)
+  assert counts.shape == (6, num_steps) and counts.dtype == jnp.int32
+  assert np.all(counts >= 0)
+  np.testing.assert_array_equal(counts.sum(1), num_open)
+
+
+def test_an_even_split_is_that_of_llada():
+  golden = golden_data.load('llada/counts_losses')['num_transfer_tokens']
+  np.testing.assert_array_equal(golden['steps'], np.arange(1, 25))
+  for num_steps in (1, 2, 3, 7, 16, 24):
+    counts = _plan(jnp.array(golden['mask_counts']), num_steps)
+    expected = golden['table'][:, num_steps - 1, :num_steps]
+    np.testing.assert_array_equal(counts, expected)
+
+
+def test_steps_over_blocks_give_the_remainder_to_the_first_blocks():
+  counts = schedules.plan_counts(20, 16)
+  np.testing.assert_array_equal(counts, [2] * 4 + [1] * 12)
+  np.testing.assert_array_equal(schedules.plan_counts(32, 16), [2] * 16)
+
+
+def test_more_steps_than_positions_leaves_steps_empty():
+  np.testing.assert_array_equal(schedules.plan_counts(2, 4), [1, 1, 0, 0])
+
+
+def test_a_grid_sets_what_is_still_masked_after_each_step():
+  grid = (1.0, 0.9, 0.4, 0.0)
+  counts = schedules.plan_counts(jnp.array([[10], [5]]), 3, grid)
+  # 10, 9, 4, 0 masked; 5, 4.5 -> 4, 2, 0 masked.
+  np.testing.assert_array_equal(counts, [[[1, 5, 4]], [[1, 2, 2]]])
+
+
+@pytest.mark.parametrize(
+  'num_steps, grid, named',
+  [
+    (0, None, 'num_steps=0'),
+    (3, (1.0, 0.5, 0.0), r'num_steps \+ 1 = 4'),
+    (2, (1.0, 0.5, 0.1), 'from 1 to 0'),
+    (2, (0.9, 0.5, 0.0), 'from 1 to 0'),
+    (3, (1.0, 0.2, 0.5, 0.0), 'from 1 to 0'),
+  ],
+)
+def test_wrong_plans_are_refused(num_steps, grid, named):
+  with pytest.raises(ValueError, match=named):
+    schedules.plan_counts(8, num_steps, grid)
+
+
+def test_a_negative_number_of_positions_is_refused():
+  with pytest.raises(ValueError, match='num_open'):
+    schedules.plan_counts(jnp.array([3, -1]), 2)
