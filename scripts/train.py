@@ -1,0 +1,308 @@
+"""Trains a masked diffusion language model on text.
+
+  python scripts/train.py --config=configs/tiny.py --workdir=runs/tiny \
+    [--config.model.num_layers=3 ...]
+
+The work directory receives checkpoints/, metrics.jsonl, TensorBoard events,
+model/ (averaged weights, config and tokenizer: what sample.py and evaluate.py
+read) and evaluation.json. A run whose work directory has a checkpoint goes on
+from there. Ctrl-C saves and exits with code 130, SIGTERM with code 0.
+"""
+
+import collections
+import contextlib
+import hashlib
+import json
+import pathlib
+import signal
+import sys
+import time
+from typing import Any, NamedTuple
+
+import jax
+import tqdm
+from absl import flags
+
+from mdlm_jax import command_line, data, evaluation, training
+from mdlm_jax.models import directory, transformer
+
+with command_line.extra('train'):
+  import grain  # noqa: F401
+  import tensorboardX
+  from ml_collections import ConfigDict, config_flags
+
+  from mdlm_jax import checkpoints
+
+_CONFIG = config_flags.DEFINE_config_file('config', lock_config=True)
+_WORKDIR = flags.DEFINE_string('workdir', None, 'Where everything is written.')
+flags.mark_flags_as_required(['config', 'workdir'])
+
+# What a resumed run may change; everything else must be as it was.
+_MAY_CHANGE = (
+  'steps',
+  'evaluation',
+  'log_every',
+  'checkpoint_every',
+  'keep_checkpoints',
+)
+
+
+class Run(NamedTuple):
+  """What the config stands for."""
+
+  corpus: data.Corpus
+  tokenizer: data.Tokenizer
+  windows: data.Windows
+  model: transformer.TransformerConfig
+  optimizer: Any
+  step: Any
+  init_key: jax.Array
+  train_key: jax.Array
+
+
+def prepare(config: ConfigDict) -> Run:
+  """Reads and checks everything; writes nothing."""
+  for name in ('log_every', 'checkpoint_every', 'keep_checkpoints'):
+    if config[name] < 1:
+      raise ValueError(f'{name}={config[name]} must be at least 1')
+  corpus = data.read_corpus(
+    config.data.files,
+    validation_files=config.data.validation_files,
+    split=config.data.split,
+  )
+  tokenizer = data.corpus_tokenizer(corpus, config.data.bpe_vocab_size)
+  windows = data.training_windows(
+    corpus.training, tokenizer, config.data.length
+  )
+  model = transformer.TransformerConfig(
+    vocab_size=tokenizer.vocab.size,
+    max_length=config.data.length,
+    **config.model,
+  )
+  optimizer = training.adamw(steps=config.steps, **config.optimizer)
+  step = training.train_step(
+    transformer.denoiser(model),
+    optimizer,
+    vocab=tokenizer.vocab,
+    ema_decay=config.ema_decay,
+    schedule=training.named_schedule(config.loss.schedule),
+    times=training.named_times(config.loss.times),
+    t_min=config.loss.t_min,
+  )
+  init_key, train_key = jax.random.split(jax.random.key(config.seed))
+  return Run(
+    corpus, tokenizer, windows, model, optimizer, step, init_key, train_key
+  )
+
+
+def run_settings(config: ConfigDict, run: Run) -> dict:
+  """What is saved with each checkpoint and compared on resuming."""
+  texts = [d.text for part in run.corpus for d in part]
+  return {
+    'config': json.loads(config.to_json()),
+    'tokenizer': run.tokenizer.to_json(),
+    'corpus_sha256': hashlib.sha256('\0'.join(texts).encode()).hexdigest(),
+  }
+
+
+def check_same_run(saved: dict, settings: dict, workdir: pathlib.Path) -> None:
+  """Raises ValueError where a resumed run would not be the same run."""
+  before, now = _flatten(saved['config']), _flatten(settings['config'])
+  for name in sorted(before.keys() | now.keys()):
+    old, new = before.get(name), now.get(name)
+    if old != new and name.split('.')[0] not in _MAY_CHANGE:
+      raise ValueError(
+        f'{workdir} holds a run with config.{name}={old!r}, not {new!r}; '
+        'choose another --workdir'
+      )
+  for name in ('corpus_sha256', 'tokenizer'):
+    if saved[name] != settings[name]:
+      raise ValueError(
+        f'{workdir} holds a run on another text ({name} differs); choose '
+        'another --workdir'
+      )
+
+
+def _flatten(tree, prefix=''):
+  """{'a': {'b': 1}} -> {'a.b': 1}."""
+  leaves = {}
+  for name, value in tree.items():
+    if isinstance(value, dict):
+      leaves |= _flatten(value, f'{prefix}{name}.')
+    else:
+      leaves[prefix + name] = value
+  return leaves
+
+
+@contextlib.contextmanager
+def recorder(workdir: pathlib.Path, start: int, config: ConfigDict):
+  """Yields `record(step, metrics)`: bar, metrics.jsonl and TensorBoard.
+
+  What an earlier session wrote after its last checkpoint is dropped.
+  """
+  path = workdir / 'metrics.jsonl'
+  lines = path.read_text().splitlines() if path.exists() else []
+  kept = [line for line in lines if json.loads(line)['step'] <= start]
+  path.write_text(''.join(line + '\n' for line in kept))
+  interval, begin = [], time.monotonic()
+
+  def record(step, metrics):
+    nonlocal begin
+    metrics = jax.device_get(metrics)
+    training.check_finite(metrics, step)
+    interval.append(metrics)
+    bar.update()
+    if step % config.log_every and step != config.steps:
+      return
+    total = jax.tree.map(lambda *values: sum(values), *interval)
+    row = {name: float(x.mean) for name, x in total._asdict().items()}
+    now = time.monotonic()
+    row['tokens_per_second'] = float(total.bound.count) / (now - begin)
+    begin = now
+    interval.clear()
+    stream.write(json.dumps({'step': step, **row}) + '\n')
+    for name, value in row.items():
+      board.add_scalar(name, value, step)
+    bar.set_postfix_str(
+      f'{row["bound"]:.3f} nats/token, {row["tokens_per_second"]:,.0f} tokens/s'
+    )
+
+  with (
+    path.open('a', buffering=1) as stream,
+    tensorboardX.SummaryWriter(str(workdir), purge_step=start + 1) as board,
+    tqdm.tqdm(
+      total=config.steps,
+      initial=start,
+      unit='step',
+      dynamic_ncols=True,
+      # A line per half minute where no terminal draws it over the last.
+      mininterval=0.2 if sys.stderr.isatty() else 30,
+    ) as bar,
+  ):
+    yield record
+
+
+def train_steps(config, run, store, settings, workdir, state, iterator):
+  """Makes the steps that are left, with a checkpoint every so often.
+
+  Returns:
+    The state and the signal that ended the run early, or None.
+  """
+  begin = time.monotonic() - settings['seconds']
+  start = int(state.step)
+  pending = collections.deque()
+  with (
+    recorder(workdir, start, config) as record,
+    command_line.caught_signals() as caught,
+  ):
+    for number in range(start + 1, config.steps + 1):
+      state, metrics = run.step(state, next(iterator), run.train_key)
+      pending.append((number, metrics))
+      last = number == config.steps or bool(caught)
+      save = last or number % config.checkpoint_every == 0
+      # Read one step late, so that the device never waits for the log; all
+      # before a checkpoint, so that none is saved after a divergence.
+      while len(pending) > (0 if save else 1):
+        record(*pending.popleft())
+      if save:
+        settings['seconds'] = time.monotonic() - begin
+        checkpoints.save(store, state, iterator, settings)
+      if last:
+        break
+  return state, caught[0] if caught else None
+
+
+def train(config: ConfigDict, workdir: pathlib.Path) -> int:
+  """Trains, evaluates and writes; returns the exit code."""
+  run = prepare(config)
+  settings = {**run_settings(config, run), 'seconds': 0.0}
+  iterator = data.batches(
+    run.windows, batch_size=config.data.batch_size, seed=config.seed
+  )
+  params = transformer.init(run.model, run.init_key)
+  state = training.init_state(params, run.optimizer)
+  with checkpoints.open_directory(
+    workdir / 'checkpoints', keep=config.keep_checkpoints
+  ) as store:
+    if checkpoints.latest_step(store) is not None:
+      saved = checkpoints.latest_settings(store)
+      check_same_run(saved, settings, workdir)
+      state = checkpoints.restore(store, state, iterator)
+      settings['seconds'] = saved['seconds']
+      print(f'resuming {workdir} at step {int(state.step)}', flush=True)
+    if int(state.step) > config.steps:
+      raise ValueError(
+        f'{workdir} is at step {int(state.step)}, beyond steps={config.steps}'
+      )
+    state, stopped_by = train_steps(
+      config, run, store, settings, workdir, state, iterator
+    )
+  params = training.averaged_params(state, config.ema_decay)
+  export(config, run, settings, params, int(state.step), workdir)
+  if stopped_by is not None:
+    print(f'stopped at step {int(state.step)}; the same command resumes')
+    return 130 if stopped_by == signal.SIGINT else 0
+  evaluate(config, run, settings, params, workdir)
+  return 0
+
+
+def export(config, run, settings, params, step, workdir):
+  """Writes the model directory."""
+  directory.save(
+    workdir / 'model', run.model, params, run.tokenizer.vocab, run.tokenizer
+  )
+  _write_json(
+    workdir / 'model' / 'training.json',
+    {
+      'config': settings['config'],
+      'step': step,
+      'corpus_sha256': settings['corpus_sha256'],
+      'corpus_entropies_bits_per_character': corpus_entropies(run.corpus),
+    },
+  )
+
+
+def corpus_entropies(corpus: data.Corpus) -> list[float]:
+  """Bits per character given the 0, 1 and 2 characters before it."""
+  documents = [d.text for part in corpus for d in part]
+  return list(data.ngram_entropies('\n\n'.join(documents)))
+
+
+def evaluate(config, run, settings, params, workdir):
+  """Prints and writes the bound on the held-out text."""
+  report = evaluation.evaluate_documents(
+    transformer.denoiser(run.model),
+    params,
+    run.tokenizer,
+    run.corpus.validation,
+    length=config.data.length,
+    schedule=training.named_schedule(config.loss.schedule),
+    **config.evaluation,
+  )
+  seconds = settings['seconds']
+  tokens = config.steps * config.data.batch_size * config.data.length
+  report |= {
+    'corpus_entropies_bits_per_character': corpus_entropies(run.corpus),
+    'train_seconds': seconds,
+    'train_tokens_per_second': tokens / seconds,
+    'config': settings['config'],
+    **evaluation.environment(),
+  }
+  _write_json(workdir / 'evaluation.json', report)
+  print(evaluation.summary(report))
+  print(
+    f'trained {config.steps} steps in {seconds:.0f} s, '
+    f'{tokens / seconds:,.0f} tokens/s; the model is in {workdir / "model"}'
+  )
+
+
+def _write_json(path, content):
+  path.write_text(json.dumps(content, indent=2) + '\n')
+
+
+def main(_) -> int:
+  return train(_CONFIG.value, pathlib.Path(_WORKDIR.value))
+
+
+if __name__ == '__main__':
+  command_line.run(main)
