@@ -1,6 +1,7 @@
 """The canvas: what is generated, and who owns each of its slots."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -104,3 +105,55 @@ def from_prompts(
   if num_tokens < 1:
     raise ValueError(f'{num_tokens=} must be at least 1')
   return from_rows([[*p, *[None] * num_tokens] for p in prompts], vocab)
+
+
+def row_from_template(
+  template: str, encode: Callable[[str], Sequence[int]]
+) -> list[int | None]:
+  """A row of text with holes, for `from_rows`.
+
+  `{12}` is a hole of 12 tokens; `{{` and `}}` are the braces themselves, as in
+  Python's format strings.
+
+  Args:
+    template: text with at least one hole.
+    encode: a tokenizer; each piece of text between holes is encoded alone.
+
+  Returns:
+    Token ids, None at every slot of a hole.
+
+  Raises:
+    ValueError: for a template without holes, a hole of another form, or a
+      single brace.
+
+  Example:
+    >>> row_from_template('a{2}b', lambda text: [ord(c) for c in text])
+    [97, None, None, 98]
+  """
+  row: list[int | None] = []
+  text = ''
+
+  def flush():
+    nonlocal text
+    row.extend(int(i) for i in encode(text))
+    text = ''
+
+  for piece in re.findall(r'\{\{|\}\}|\{[^{}]*\}|[^{}]+|[{}]', template):
+    if piece in ('{{', '}}'):
+      text += piece[0]
+    elif piece[0] not in '{}':
+      text += piece
+    elif re.fullmatch(r'\{0*[1-9][0-9]*\}', piece):
+      flush()
+      row.extend([None] * int(piece[1:-1]))
+    else:
+      raise ValueError(
+        f'{piece!r} in the template is no hole; a hole is a number of tokens '
+        "such as {12}, and a brace is written '{{' or '}}'"
+      )
+  flush()
+  if None not in row:
+    raise ValueError(
+      f'the template {template!r} has no hole; {{12}} is one of 12 tokens'
+    )
+  return row

@@ -91,7 +91,7 @@ def sample(
 
   Raises:
     ValueError: on concrete arrays, for logits that are NaN, infinite or all
-      forbidden. Under an outer `jit` see `SampleResult.finite`.
+      forbidden. Under an outer `jit` call `check_finite` on the result.
   """
   if row_ids is None:
     row_ids = jnp.arange(canvas.ids.shape[0])
@@ -106,13 +106,19 @@ def sample(
     draw=categorical() if draw is None else draw,
     trajectory=trajectory,
   )
-  if not isinstance(result.finite, jax.core.Tracer) and not result.finite.all():
+  if not isinstance(result.finite, jax.core.Tracer):
+    check_finite(result)
+  return result
+
+
+def check_finite(result: SampleResult) -> None:
+  """Raises ValueError if logits of some row were NaN, infinite or all -inf."""
+  if not result.finite.all():
     rows = np.flatnonzero(~np.asarray(result.finite)).tolist()
     raise ValueError(
       'the network gave non-finite logits, or none that may be drawn, in '
       f'row(s) {rows}'
     )
-  return result
 
 
 @functools.partial(
