@@ -143,7 +143,7 @@ def row_from_template(
       text += piece[0]
     elif piece[0] not in '{}':
       text += piece
-    elif re.fullmatch(r'\{0*[1-9][0-9]*\}', piece):
+    elif re.fullmatch(r'\{[1-9][0-9]{0,5}\}', piece):
       flush()
       row.extend([None] * int(piece[1:-1]))
     else:
