@@ -61,7 +61,7 @@ def logits(
   if positions is None:
     positions = jnp.broadcast_to(jnp.arange(length), ids.shape)
   features, head = transformer.denoiser(config)
-  hidden, cache = features(
+  hidden, cache = jax.jit(features)(
     params,
     None,
     ids,
@@ -73,7 +73,7 @@ def logits(
     segments=None if segments is None else jnp.asarray(segments),
   )
   assert cache == ()
-  return head(params, hidden)
+  return jax.jit(head)(params, hidden)
 
 
 def silu(x):
@@ -117,19 +117,20 @@ def reference_logits(config, params, ids, t):
       if config.time_conditioning:
         steer = (time @ block['modulation']['kernel']).reshape(6, dim)
       h = norm(x, block['attention_norm']) * (1 + steer[1]) + steer[0]
-      h = (h @ block['qkv']['kernel']).reshape(len(row), -1, head_dim)
+      q, k, v = (
+        (h @ block[name]['kernel']).reshape(len(row), -1, head_dim)
+        for name in ('query', 'key', 'value')
+      )
       mixed = []
       for i in range(config.num_heads):
         group = i // (config.num_heads // kv_heads)
-        q = rotate(h[:, i])
-        k = rotate(h[:, config.num_heads + group])
-        v = h[:, config.num_heads + kv_heads + group]
-        weights = np.exp(q @ k.T / np.sqrt(head_dim))
-        mixed.append(weights / weights.sum(-1, keepdims=True) @ v)
+        scores = rotate(q[:, i]) @ rotate(k[:, group]).T / head_dim**0.5
+        weights = np.exp(scores)
+        mixed.append(weights / weights.sum(-1, keepdims=True) @ v[:, group])
       mixed = np.concatenate(mixed, -1) @ block['attention_out']['kernel']
       x = x + (1 + steer[2]) * mixed
       h = norm(x, block['mlp_norm']) * (1 + steer[4]) + steer[3]
-      gate, up = np.split(h @ block['gate_up']['kernel'], 2, -1)
+      gate, up = (h @ block[name]['kernel'] for name in ('gate', 'up'))
       out = (silu(gate) * up) @ block['mlp_out']['kernel']
       x = x + (1 + steer[5]) * out
     table = params['embedding' if config.tied_head else 'head']
@@ -154,12 +155,10 @@ def test_attention_equals_jax_and_averages_where_nothing_is_seen():
   q = jax.random.normal(key, (2, 5, 4, 6))
   k = jax.random.normal(jax.random.fold_in(key, 1), (2, 7, 2, 6))
   v = jax.random.normal(jax.random.fold_in(key, 2), (2, 7, 2, 6))
-  mask = jax.random.bernoulli(jax.random.fold_in(key, 3), 0.6, (2, 7, 5))
-  mask = mask.at[0, :, 0].set(False)
+  mask = jax.random.bernoulli(jax.random.fold_in(key, 3), 0.6, (2, 5, 7))
+  mask = mask.at[0, 0].set(False)
   ours = transformer.attention(q, k, v, mask)
-  theirs = jax.nn.dot_product_attention(
-    q, k, v, mask=jnp.swapaxes(mask, 1, 2)[:, None]
-  )
+  theirs = jax.nn.dot_product_attention(q, k, v, mask=mask[:, None])
   np.testing.assert_allclose(ours, theirs, atol=1e-5)
   np.testing.assert_allclose(
     ours[0, 0], jnp.repeat(v[0].mean(0), 2, axis=0), atol=1e-6
@@ -304,8 +303,8 @@ def test_parameters_are_float32_stacked_and_different_in_each_layer():
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {
       jnp.dtype('float32')
     }
-    kernel = params['blocks']['qkv']['kernel']
-    assert kernel.shape == (2, 16, 48)
+    kernel = params['blocks']['query']['kernel']
+    assert kernel.shape == (2, 16, 16)
     assert jnp.abs(kernel[0] - kernel[1]).max() > 0.01
 
 

@@ -30,6 +30,9 @@ _TIME_FREQUENCIES = 64
 # Spread of a fresh network's logits: small, so that it starts near the uniform
 # distribution over the vocabulary.
 _LOGIT_STD = 0.25
+# The gradient of a gather is a serial scatter on CPU; for a small table the
+# product with one-hot rows takes less time.
+_MOST_ONE_HOT_ROWS = 512
 # Finite, so that a query without any visible key averages all of them instead
 # of becoming NaN; so low that exp gives exactly 0 beside any real score.
 _HIDDEN_SCORE = -1e30
@@ -155,14 +158,13 @@ def denoiser(config: TransformerConfig) -> predict.Denoiser:
 
 def attention_mask(
   valid: Bool[Array, 'B L'], segments: Int[Array, 'B L'] | None = None
-) -> Bool[Array, 'B L #Q']:
+) -> Bool[Array, 'B #Q L']:
   """Which keys each query sees: valid ones, of its own segment.
 
-  The one mask builder of training and sampling. Keys come before queries, as
-  in `attention`.
+  The one mask builder of training and sampling.
 
-  >>> attention_mask(jnp.array([[True, False]]))[0].tolist()
-  [[True], [False]]
+  >>> attention_mask(jnp.array([[True, False]])).tolist()
+  [[[True, False]]]
 
   Args:
     valid: False at padding. Shape `[B, L]`.
@@ -170,9 +172,9 @@ def attention_mask(
       Shape `[B, L]`.
 
   Returns:
-    Shape `[B, keys, 1]`, or `[B, keys, queries]` with segments.
+    Shape `[B, 1, L]`, or `[B, L queries, L keys]` with segments.
   """
-  mask = valid[:, :, None]
+  mask = valid[:, None, :]
   if segments is not None:
     mask &= segments[:, :, None] == segments[:, None, :]
   return mask
@@ -182,7 +184,7 @@ def attention(
   q: Float[Array, 'B Q H D'],
   k: Float[Array, 'B S K D'],
   v: Float[Array, 'B S K D'],
-  mask: Bool[Array, 'B S #Q'],
+  mask: Bool[Array, 'B #Q S'],
 ) -> Float[Array, 'B Q H D']:
   """Softmax attention, scores / sqrt(D), with H / K query heads per key head.
 
@@ -192,7 +194,7 @@ def attention(
     q: queries. Shape `[B, Q, H, D]`.
     k: keys. Shape `[B, S, K, D]`.
     v: values. Shape `[B, S, K, D]`.
-    mask: which keys are seen, see `attention_mask`. Shape `[B, S, Q or 1]`.
+    mask: which keys are seen, see `attention_mask`. Shape `[B, Q or 1, S]`.
 
   Returns:
     Shape `[B, Q, H, D]`, dtype of `v`.
@@ -200,16 +202,14 @@ def attention(
   batch, num_queries, num_heads, head_dim = q.shape
   kv_heads = k.shape[2]
   q = q.reshape(batch, num_queries, kv_heads, num_heads // kv_heads, head_dim)
-  # Keys before queries: the softmax then reduces over a major axis, which
-  # vectorises over queries on CPU; a sum along the minor axis does not.
   scores = jnp.einsum(
-    'bqkgd,bskd->bkgsq', q, k, preferred_element_type=jnp.float32
+    'bqkgd,bskd->bkgqs', q, k, preferred_element_type=jnp.float32
   )
   scores = jnp.where(
     mask[:, None, None], scores * head_dim**-0.5, _HIDDEN_SCORE
   )
-  weights = jax.nn.softmax(scores, axis=-2).astype(v.dtype)
-  mixed = jnp.einsum('bkgsq,bskd->bqkgd', weights, v)
+  weights = jax.nn.softmax(scores).astype(v.dtype)
+  mixed = jnp.einsum('bkgqs,bskd->bqkgd', weights, v)
   return mixed.reshape(batch, num_queries, num_heads, head_dim)
 
 
@@ -232,13 +232,16 @@ def rotary_angles(
 ) -> Float[Array, 'B L Half']:
   """Angles position * base^(-2i/D), i < D/2 (Su et al., 2021, equation 15)."""
   exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
-  return positions[..., None].astype(jnp.float32) * base**-exponents
+  return (
+    positions[..., None].astype(jnp.float32) * base ** -exponents[None, None]
+  )
 
 
 def time_features(t: Float[Array, 'B']) -> Float[Array, 'B F']:
   """Cosines and sines of 1000 t at wavelengths 2 pi to 20,000 pi."""
   exponents = jnp.arange(_TIME_FREQUENCIES) / _TIME_FREQUENCIES
-  angles = 1000.0 * t[:, None].astype(jnp.float32) * 10_000.0**-exponents
+  frequencies = 10_000.0 ** -exponents[None]
+  angles = 1000.0 * t[:, None].astype(jnp.float32) * frequencies
   return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
 
 
@@ -248,15 +251,18 @@ class Block(nnx.Module):
   def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
     self.config = config
     dim, mlp_dim = config.model_dim, config.mlp_dim
-    qkv_dim = (config.num_heads + 2 * config.kv_heads) * config.head_dim
+    kv_dim = config.kv_heads * config.head_dim
     linear = functools.partial(_linear, config, rngs)
     # Each of the 2 * num_layers branches adds its share of unit variance.
     branch_scale = 1 / (2 * config.num_layers)
     self.attention_norm = _norm(config, rngs)
-    self.qkv = linear(dim, qkv_dim)
+    self.query = linear(dim, dim)
+    self.key = linear(dim, kv_dim)
+    self.value = linear(dim, kv_dim)
     self.attention_out = linear(dim, dim, scale=branch_scale)
     self.mlp_norm = _norm(config, rngs)
-    self.gate_up = linear(dim, 2 * mlp_dim)
+    self.gate = linear(dim, mlp_dim)
+    self.up = linear(dim, mlp_dim)
     self.mlp_out = linear(mlp_dim, dim, scale=branch_scale)
     if config.time_conditioning:
       # Zero: a fresh network is the unconditional one.
@@ -278,18 +284,15 @@ class Block(nnx.Module):
     return jnp.split(self.modulation(time_embedding)[:, None], 6, axis=-1)
 
   def _attend(self, x, cos, sin, mask):
-    heads, kv_heads = self.config.num_heads, self.config.kv_heads
-    q, k, v = jnp.split(
-      self.qkv(x).reshape(*x.shape[:2], -1, self.config.head_dim),
-      [heads, heads + kv_heads],
-      axis=2,
+    q, k, v = (
+      project(x).reshape(*x.shape[:2], -1, self.config.head_dim)
+      for project in (self.query, self.key, self.value)
     )
     mixed = attention(rotate(q, cos, sin), rotate(k, cos, sin), v, mask)
     return self.attention_out(mixed.reshape(x.shape))
 
   def _mlp(self, x):
-    gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
-    return self.mlp_out(jax.nn.silu(gate) * up)
+    return self.mlp_out(jax.nn.silu(self.gate(x)) * self.up(x))
 
 
 class Outer(nnx.Module):
@@ -311,8 +314,14 @@ class Outer(nnx.Module):
       self.time_out = linear(dim, dim)
 
   def embed(self, ids):
+    table = self.embedding[...]
+    if len(table) <= _MOST_ONE_HOT_ROWS:
+      one_hot = jax.nn.one_hot(ids, len(table), dtype=table.dtype)
+      rows = jnp.matmul(one_hot, table, precision='highest')
+    else:
+      rows = table[ids]
     scale = self.config.model_dim**0.5 / _LOGIT_STD
-    return (self.embedding[...][ids] * scale).astype(self.config.dtype)
+    return (rows * scale).astype(self.config.dtype)
 
   def embed_time(self, t):
     """What drives every block's modulation, [B, d]; None without time."""
@@ -385,6 +394,13 @@ def _features(
     attention_mask(valid, segments),
   )
 
+  # The gradient keeps matrix products and recomputes the cheap rest: stacking
+  # that over the layers takes more time than making it again.
+  @functools.partial(
+    jax.checkpoint,
+    prevent_cse=False,
+    policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+  )
   def apply_block(x, block_params):
     return nnx.merge(_graph(Block, config), block_params)(x, *shared), None
 
