@@ -1,0 +1,259 @@
+"""A model as a directory, the same for every model trained with this library.
+
+config.json         shape of the network, roles of the ids, masking schedule
+model.safetensors   parameters, keys such as 'blocks/query/kernel'
+tokenizer.json      in the layout of the tokenizers library
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import safetensors
+import safetensors.flax
+
+from mdlm_jax import predict, schedules
+from mdlm_jax.models import transformer
+from mdlm_jax.tokenizer import Tokenizer
+from mdlm_jax.vocab import Vocab
+
+_CONFIG, _WEIGHTS, _TOKENIZER = (
+  'config.json',
+  'model.safetensors',
+  'tokenizer.json',
+)
+_FORMAT = 1
+_ARCHITECTURE = 'mdlm_jax'
+_DTYPES = ('float32', 'bfloat16')
+_SCHEDULES = {
+  'linear': schedules.linear,
+  'cosine': schedules.cosine,
+  'geometric': schedules.geometric,
+  'log_linear': schedules.log_linear,
+}
+_PACKAGED = pathlib.Path(__file__).parents[1] / 'pretrained' / 'sotu'
+
+Path = str | os.PathLike
+
+
+class Pretrained(NamedTuple):
+  """A model read from its directory.
+
+  Attributes:
+    config: shape of the network.
+    denoiser: the network as two pure functions.
+    params: nested dict of float32 arrays.
+    vocab: roles of the ids.
+    tokenizer: text to ids and back.
+    schedule: the masking schedule that it was trained with.
+  """
+
+  config: transformer.TransformerConfig
+  denoiser: predict.Denoiser
+  params: transformer.Params
+  vocab: Vocab
+  tokenizer: Tokenizer
+  schedule: schedules.Schedule
+
+
+def save(
+  directory: Path,
+  config: transformer.TransformerConfig,
+  params: transformer.Params,
+  vocab: Vocab,
+  tokenizer: Tokenizer,
+  *,
+  schedule: str = 'linear',
+  dtype: str = 'float32',
+) -> None:
+  """Writes a model; each file is replaced only once it is written whole.
+
+  Args:
+    directory: made if missing.
+    config: shape of the network.
+    params: its parameters, as `transformer.init` nests them.
+    vocab: roles of the ids.
+    tokenizer: text to ids and back.
+    schedule: 'linear', 'cosine', 'geometric' or 'log_linear', with the default
+      constants.
+    dtype: of the stored parameters, 'float32' or 'bfloat16'.
+
+  Raises:
+    ValueError: parts that do not belong together, or an unknown name. Nothing
+      is written then.
+  """
+  _check_names(schedule, dtype)
+  _check_roles(config, vocab, tokenizer)
+  weights = _flatten(params)
+  _check_weights(config, {key: leaf.shape for key, leaf in weights.items()})
+  content = {
+    'format': _FORMAT,
+    'architecture': _ARCHITECTURE,
+    'model': dataclasses.asdict(config),
+    'vocab': dataclasses.asdict(vocab),
+    'schedule': schedule,
+  }
+  weights = {
+    key: np.asarray(leaf).astype(dtype) for key, leaf in weights.items()
+  }
+  directory = pathlib.Path(directory)
+  directory.mkdir(parents=True, exist_ok=True)
+  for name, data in (
+    (_WEIGHTS, safetensors.flax.save(weights)),
+    (_TOKENIZER, tokenizer.to_json().encode()),
+    (_CONFIG, (json.dumps(content, indent=2) + '\n').encode()),
+  ):
+    unfinished = directory / f'{name}.tmp'
+    unfinished.write_bytes(data)
+    unfinished.replace(directory / name)
+
+
+def load(directory: Path) -> Pretrained:
+  """Reads what `save` wrote; parameters become float32.
+
+  Raises:
+    OSError: a file is missing or cannot be read.
+    ValueError: a file is not of this layout, or the files do not belong
+      together; names what is missing, unknown or of the wrong shape.
+  """
+  directory = pathlib.Path(directory)
+  config, vocab, schedule = _read_config(directory / _CONFIG)
+  tokenizer = Tokenizer.load(directory / _TOKENIZER)
+  _check_roles(config, vocab, tokenizer)
+  return Pretrained(
+    config,
+    transformer.denoiser(config),
+    _read_weights(directory / _WEIGHTS, config),
+    vocab,
+    tokenizer,
+    _SCHEDULES[schedule](),
+  )
+
+
+def find(checkpoint: Path | None = None) -> pathlib.Path:
+  """The model directory that a user means.
+
+  Args:
+    checkpoint: a model directory, or the work directory of a training run,
+      which holds one named `model`; None: the model that comes with the
+      package.
+
+  Raises:
+    FileNotFoundError: neither holds a `config.json`.
+  """
+  if checkpoint is None:
+    return _PACKAGED
+  for directory in (
+    pathlib.Path(checkpoint),
+    pathlib.Path(checkpoint, 'model'),
+  ):
+    if (directory / _CONFIG).is_file():
+      return directory
+  raise FileNotFoundError(
+    f'no model in {checkpoint}: it has neither {_CONFIG} nor model/{_CONFIG}'
+  )
+
+
+def _read_config(path):
+  try:
+    content = json.loads(path.read_text('utf-8'))
+    kind = content['format'], content['architecture']
+    model, vocab, schedule = (
+      content[name] for name in ('model', 'vocab', 'schedule')
+    )
+  except (ValueError, KeyError, TypeError) as error:
+    raise ValueError(f'{path} does not describe a model: {error!r}') from None
+  if kind != (_FORMAT, _ARCHITECTURE):
+    raise ValueError(
+      f'{path} has format and architecture {kind}, must be '
+      f'{(_FORMAT, _ARCHITECTURE)}'
+    )
+  _check_names(schedule, 'float32')
+  # JSON has lists where Vocab has tuples.
+  vocab = {k: tuple(v) if isinstance(v, list) else v for k, v in vocab.items()}
+  config = _build(transformer.TransformerConfig, model, path)
+  return config, _build(Vocab, vocab, path), schedule
+
+
+def _build(kind, values, path):
+  """An instance of a dataclass from exactly its fields."""
+  names = {field.name for field in dataclasses.fields(kind)}
+  if names != set(values):
+    raise ValueError(
+      f'{path}: {kind.__name__} lacks {sorted(names - set(values))} and does '
+      f'not know {sorted(set(values) - names)}'
+    )
+  return kind(**values)
+
+
+def _read_weights(path, config):
+  if not path.is_file():
+    raise FileNotFoundError(f'no such file: {path}')
+  try:
+    with safetensors.safe_open(path, framework='np') as file:
+      weights = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+  except safetensors.SafetensorError as error:
+    raise ValueError(f'{path} is not a safetensors file: {error}') from None
+  _check_weights(config, {key: leaf.shape for key, leaf in weights.items()})
+  return jax.tree_util.tree_map_with_path(
+    lambda key_path, _: jax.numpy.asarray(weights[_key(key_path)], 'float32'),
+    _shapes(config),
+  )
+
+
+def _check_names(schedule, dtype):
+  if schedule not in _SCHEDULES:
+    raise ValueError(
+      f'schedule={schedule!r} must be one of {", ".join(_SCHEDULES)}'
+    )
+  if dtype not in _DTYPES:
+    raise ValueError(f'dtype={dtype!r} must be one of {", ".join(_DTYPES)}')
+
+
+def _check_roles(config, vocab, tokenizer):
+  if config.vocab_size != vocab.size:
+    raise ValueError(
+      f'a network with vocab_size={config.vocab_size} does not fit a '
+      f'vocabulary of {vocab.size} ids'
+    )
+  if tokenizer.vocab != vocab:
+    raise ValueError(
+      f'the tokenizer has {tokenizer.vocab}, the model has {vocab}'
+    )
+
+
+def _check_weights(config, shapes):
+  """ValueError with every key that is missing, unknown or misshapen."""
+  expected = {
+    key: leaf.shape for key, leaf in _flatten(_shapes(config)).items()
+  }
+  problems = [f'missing {key}' for key in expected.keys() - shapes.keys()]
+  problems += [f'unknown {key}' for key in shapes.keys() - expected.keys()]
+  problems += [
+    f'{key} is {list(shapes[key])}, must be {list(expected[key])}'
+    for key in expected.keys() & shapes.keys()
+    if tuple(shapes[key]) != expected[key]
+  ]
+  if problems:
+    raise ValueError(
+      f'the parameters do not fit the config: {"; ".join(sorted(problems))}'
+    )
+
+
+def _shapes(config):
+  return jax.eval_shape(
+    lambda key: transformer.init(config, key), jax.random.key(0)
+  )
+
+
+def _flatten(tree):
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  return {_key(path): leaf for path, leaf in leaves}
+
+
+def _key(path):
+  return jax.tree_util.keystr(path, simple=True, separator='/')
