@@ -30,7 +30,7 @@ class DrawNoise(NamedTuple):
   Attributes:
     block: Gumbel noise over the blocks of the vocabulary. Shape `[..., V / b]`.
     entry: Gumbel noise over the entries of a block. Shape `[..., b]`.
-    order: uniform noise in [0, 1), read by the random score. Shape `[...]`.
+    order: one more number, read by the random score. Shape `[...]`.
   """
 
   block: Float[Array, '*S N']
@@ -70,7 +70,7 @@ def row_maximum(prediction, candidate_ids, noise) -> Float[Array, '*S']:
 
 
 def margin(prediction, candidate_ids, noise) -> Float[Array, '*S']:
-  """Largest minus second largest probability (Kim et al. 2025, top-k margin)."""
+  """Largest minus second largest probability (Kim et al. 2025)."""
   del candidate_ids, noise
   top, _ = jax.lax.top_k(prediction.logits, 2)
   first, second = jnp.moveaxis(
@@ -87,7 +87,7 @@ def negative_entropy(prediction, candidate_ids, noise) -> Float[Array, '*S']:
 
 
 def random_order(prediction, candidate_ids, noise) -> Float[Array, '*S']:
-  """A uniform score: positions are taken in random order."""
+  """A random score, whatever the values: positions in random order."""
   del prediction, candidate_ids
   return noise.order
 
@@ -241,16 +241,11 @@ def draw_noise(
   num_blocks, block_size = block_shape(num_ids)
 
   def at_position(key):
-    block_key, entry_key, order_key = jax.random.split(key, 3)
     # The default mode cannot exceed 15.94 and loses events rarer than 1e-7.
-    gumbel = functools.partial(
-      jax.random.gumbel, dtype=jnp.float32, mode='high'
+    gumbel = jax.random.gumbel(
+      key, (num_blocks + block_size + 1,), jnp.float32, mode='high'
     )
-    return DrawNoise(
-      gumbel(block_key, (num_blocks,)),
-      gumbel(entry_key, (block_size,)),
-      jax.random.uniform(order_key, dtype=jnp.float32),
-    )
+    return DrawNoise(gumbel[:num_blocks], gumbel[num_blocks:-1], gumbel[-1])
 
   return jax.vmap(at_position)(noise_lib.position_keys(row_key, positions))
 

@@ -49,7 +49,8 @@ class SamplerLaw(NamedTuple):
 
 
 def joint(
-  strings: Sequence[Sequence[int]], probabilities: Sequence[float] | None = None
+  strings: Sequence[Sequence[int]],
+  probabilities: Sequence[float] | np.ndarray | None = None,
 ) -> Joint:
   """A joint distribution in float64, uniform by default.
 

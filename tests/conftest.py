@@ -2,6 +2,5 @@
 
 import jax
 
-# A key used twice and a silent broadcast over ranks are errors.
+# A key used twice is an error.
 jax.config.update('jax_debug_key_reuse', True)
-jax.config.update('jax_numpy_rank_promotion', 'raise')

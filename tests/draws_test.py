@@ -1,0 +1,241 @@
+"""Draws against closed forms, exact tails, and enumeration of their cells."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mdlm_jax import draws
+from mdlm_jax.draws import categorical
+from mdlm_jax.predict import block_shape, reduce_logits
+
+
+def draw_many(logits, count, *, seed=0, **options):
+  """`count` independent draws at positions of one row, all of one law."""
+  logits = jnp.asarray(logits)
+  draw = categorical(**options)
+
+  @jax.jit
+  def run(logits, key):
+    noise = draw.noise(key, jnp.arange(count), logits.shape[-1])
+    return jax.vmap(draw.propose, (0, None))(noise, reduce_logits(logits))
+
+  ids, confidence = run(logits, jax.random.key(seed))
+  return np.asarray(ids), np.asarray(confidence)
+
+
+def log(*probabilities):
+  return jnp.log(jnp.array(probabilities, jnp.float32))
+
+
+@pytest.mark.parametrize('num_ids', [7, 12, 100])
+def test_frequencies_follow_the_softmax(num_ids):
+  logits = jax.random.normal(jax.random.key(1), (num_ids,))
+  p = np.asarray(jax.nn.softmax(logits), np.float64)
+  count = 40_000
+  ids, _ = draw_many(logits, count)
+  observed = np.bincount(ids, minlength=num_ids)
+  chi2 = ((observed - count * p) ** 2 / (count * p)).sum()
+  # Mean n - 1, variance 2 (n - 1): five standard deviations, one false alarm
+  # in about 10^5 for these sizes.
+  assert chi2 < num_ids - 1 + 5 * np.sqrt(2 * (num_ids - 1))
+
+
+def test_rare_tokens_keep_their_mass():
+  logits = np.full(20_001, -17.0, np.float32)
+  logits[0] = 0.0
+  # Exact: 40,000 * 20,000 e^-17 / (1 + 20,000 e^-17) = 33.1; three standard
+  # deviations either side, a false alarm in 400 (the seed is fixed).
+  ids, _ = draw_many(logits, 40_000)
+  assert 16 <= (ids != 0).sum() <= 50
+
+
+def test_noise_exceeds_the_cap_of_the_default_gumbel():
+  # P(none of n above 16) = exp(-n e^-16), 0.4 % for these 4.8 * 10^7 numbers;
+  # the default mode can never pass 15.942.
+  @jax.jit
+  def largest(key):
+    noise = draws.draw_noise(key, jnp.arange(20_000), 10_000)
+    return jnp.maximum(noise.block.max(), noise.entry.max())
+
+  top = max(float(largest(jax.random.key(s))) for s in range(12))
+  assert top > 16.0
+
+
+def test_bfloat16_logits_draw_as_float32_ones():
+  logits = jnp.full(1_001, -10.0, jnp.bfloat16).at[0].set(0.0)
+  ids, _ = draw_many(logits.astype(jnp.float32), 20_000)
+  # Exact 868.6, standard deviation 28.8: three of them.
+  assert 780 <= (ids != 0).sum() <= 960
+
+
+@pytest.mark.parametrize('num_ids', [3, 4])
+def test_infinite_noise_never_revives_a_forbidden_token(num_ids):
+  logits = jnp.full(num_ids, -jnp.inf).at[1].set(0.0)
+  num_blocks, block_size = block_shape(num_ids)
+  noise = draws.DrawNoise(
+    jnp.zeros(num_blocks).at[0].set(jnp.inf),
+    jnp.zeros(block_size).at[0].set(jnp.inf),
+    jnp.zeros(()),
+  )
+  assert draws.gumbel_max(noise, reduce_logits(logits)) == 1
+
+
+def test_temperature_comes_before_top_p():
+  # After T = 0.5 the distribution is 0.658, 0.237, 0.105.
+  ids, _ = draw_many(log(0.5, 0.3, 0.2), 2_000, temperature=0.5, top_p=0.6)
+  assert set(ids) == {0}
+  # Before it, 0.5 alone does not reach 0.6 and the second token is kept.
+  ids, _ = draw_many(log(0.5, 0.3, 0.2), 2_000, top_p=0.6)
+  assert set(ids) == {0, 1}
+
+
+def test_top_k_comes_before_top_p():
+  # Kept by top-k: 0.4, 0.3 -> 0.571, 0.429: top-p 0.55 then keeps one token;
+  # in the other order 0.4 + 0.3 < 0.55 would keep two.
+  ids, _ = draw_many(log(0.4, 0.3, 0.2, 0.1), 2_000, top_k=2, top_p=0.55)
+  assert set(ids) == {0}
+
+
+def test_temperature_follows_the_power_law():
+  ids, _ = draw_many(log(0.6, 0.4), 40_000, temperature=2.0)
+  # sqrt(0.6) / (sqrt(0.6) + sqrt(0.4)) = 0.5505; five standard deviations.
+  assert abs((ids == 0).mean() - 0.5505) < 5 * 0.0025
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+  st.lists(st.integers(1, 20), min_size=2, max_size=9), st.floats(0.01, 1.0)
+)
+def test_top_p_keeps_exactly_the_nucleus(weights, p):
+  probs = np.array(weights, np.float64) / sum(weights)
+  more_probable = np.array([probs[probs > q].sum() for q in probs])
+  if np.abs(more_probable - p).min() < 1e-5:
+    return  # which side float32 falls on is not defined
+  kept = draws.keep_top_p(jnp.log(jnp.array(probs, jnp.float32)), p) > -jnp.inf
+  np.testing.assert_array_equal(kept, more_probable < p)
+
+
+def test_top_k_keeps_k_tokens():
+  logits = jnp.array([0.3, 0.1, 0.9, -jnp.inf, 0.5])
+  kept = draws.keep_top_k(logits, 2) > -jnp.inf
+  np.testing.assert_array_equal(kept, [False, False, True, False, True])
+  np.testing.assert_array_equal(draws.keep_top_k(logits, 9), logits)
+
+
+@pytest.mark.parametrize('temperature', [0.0, 1e-6, 1e-38, 1e-46])
+def test_small_temperatures_are_the_argmax_without_nan(temperature):
+  logits = jnp.array([0.1, 2.0, -jnp.inf, 1.0])
+  ids, confidence = draw_many(logits, 500, temperature=temperature)
+  assert set(ids) == {1}
+  assert np.isfinite(confidence).all()
+
+
+def test_scores_in_closed_form():
+  prediction = reduce_logits(log(0.5, 0.3, 0.15, 0.05, 0.0))
+  noise = draws.DrawNoise(jnp.zeros(5), jnp.zeros(1), jnp.array(0.625))
+  expected = {
+    'probability': 0.15,
+    'row_maximum': 0.5,
+    'margin': 0.2,
+    'negative_entropy': sum(p * np.log(p) for p in (0.5, 0.3, 0.15, 0.05)),
+    'random': 0.625,
+  }
+  for name, score in draws.SCORES.items():
+    got = score(prediction, jnp.array(2), noise)
+    np.testing.assert_allclose(got, expected[name], rtol=1e-6, err_msg=name)
+
+
+def test_confidence_is_the_models_unless_tempered_is_chosen():
+  for tempered, expected in [(False, 0.6), (True, 0.5505)]:
+    _, confidence = draw_many(
+      log(0.6, 0.4), 4, temperature=2.0, tempered=tempered
+    )
+    np.testing.assert_allclose(confidence, expected, atol=1e-4)
+
+
+def test_close_winners_keep_their_order_in_float32():
+  tops = jnp.array([9.00, 9.01, 9.02, 9.03], jnp.bfloat16)
+  # bfloat16 itself rounds 9.01 to 9.0; what it can tell apart must stay apart.
+  logits = jnp.zeros((4, 8), jnp.float32).at[:, 0].set(tops)
+  exact = jnp.zeros((4, 8)).at[:, 0].set(jnp.array([9.00, 9.01, 9.02, 9.03]))
+  draw = categorical(temperature=0.0)
+  noise = draw.noise(jax.random.key(0), jnp.arange(4), 8)
+  _, confidence = draw.propose(noise, reduce_logits(exact))
+  assert (np.diff(confidence) > 0).all()
+  _, rounded = draw.propose(noise, reduce_logits(logits))
+  np.testing.assert_array_equal(np.diff(rounded) > 0, np.diff(tops) > 0)
+
+
+def test_noise_belongs_to_the_position_and_not_to_the_slot():
+  key = jax.random.key(3)
+  whole = draws.draw_noise(key, jnp.arange(6), 12)
+  part = draws.draw_noise(key, jnp.array([4, 2]), 12)
+  for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(part), strict=True):
+    np.testing.assert_array_equal(a[jnp.array([4, 2])], b)
+
+
+@pytest.mark.parametrize(
+  'options',
+  [
+    {},
+    {'temperature': 0.7},
+    {'top_k': 2},
+    {'top_p': 0.6},
+    {'temperature': 0.0},
+    {'score': draws.random_order},
+  ],
+)
+def test_cells_are_the_law_of_the_draw(options):
+  """Weights sum to 1, and each cell makes `propose` return its own tokens."""
+  draw = categorical(**options)
+  logits = jnp.stack([log(0.4, 0.3, 0.2, 0.1), log(0.1, 0.2, 0.3, 0.4)])
+  prediction = reduce_logits(logits)
+  law = {}
+  for weight, noise in draw.cells(prediction, np.array([True, True])):
+    ids, confidence = draw.propose(jax.tree.map(jnp.asarray, noise), prediction)
+    assert np.isfinite(confidence).all()
+    pair = tuple(np.asarray(ids).tolist())
+    law[pair] = law.get(pair, 0.0) + weight
+  np.testing.assert_allclose(sum(law.values()), 1.0, rtol=1e-6)
+  first = np.zeros(4)
+  for (a, _), weight in law.items():
+    first[a] += weight
+  by_hand = {
+    (): [0.4, 0.3, 0.2, 0.1],
+    ('temperature', 0.0): [1, 0, 0, 0],
+    ('top_k', 2): [4 / 7, 3 / 7, 0, 0],
+    ('top_p', 0.6): [4 / 7, 3 / 7, 0, 0],
+    ('temperature', 0.7): (
+      np.array([0.4, 0.3, 0.2, 0.1]) ** (1 / 0.7)
+      / (np.array([0.4, 0.3, 0.2, 0.1]) ** (1 / 0.7)).sum()
+    ),
+  }
+  key = next(iter(options.items()), ())
+  expected = by_hand[() if 'score' in options else key]
+  np.testing.assert_allclose(first, expected, atol=1e-6)
+
+
+def test_one_and_the_same_object_for_equal_settings():
+  assert categorical(temperature=0.5) is categorical(temperature=0.5)
+  assert categorical(temperature=0.5) is not categorical(temperature=0.6)
+
+
+@pytest.mark.parametrize(
+  ('options', 'message'),
+  [
+    ({'temperature': -1.0}, 'temperature=-1.0 must be'),
+    ({'temperature': float('nan')}, 'temperature=nan must be'),
+    ({'temperature': float('inf')}, 'temperature=inf must be'),
+    ({'top_k': 0}, 'top_k=0 must be at least 1'),
+    ({'top_p': 0.0}, 'top_p=0.0 must be in'),
+    ({'top_p': 1.5}, 'top_p=1.5 must be in'),
+    ({'temperature': 0.0, 'top_p': 0.9}, 'cannot act at temperature 0'),
+    ({'temperature': 0.0, 'tempered': True}, 'cannot act at temperature 0'),
+  ],
+)
+def test_settings_out_of_range_raise(options, message):
+  with pytest.raises(ValueError, match=message):
+    categorical(**options)

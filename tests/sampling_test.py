@@ -1,0 +1,293 @@
+"""The loop with stub networks whose right answers are known."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mdlm_jax import draws, rules, sampling
+from mdlm_jax.canvas import Canvas, from_prompts, from_rows
+from mdlm_jax.models import transformer
+from mdlm_jax.predict import Denoiser
+from mdlm_jax.schedules import cosine, cosine_grid, uniform_grid
+from mdlm_jax.vocab import Vocab
+
+VOCAB = Vocab(size=9, mask_id=1, pad_id=0)
+GREEDY = draws.categorical(temperature=0.0)
+
+
+@functools.cache
+def stub(function):
+  """A network whose logits are `function(params, ids, t, positions)`."""
+
+  def features(params, cache, ids, *, t, positions, **unused):
+    return function(params, ids, t, positions), ()
+
+  return Denoiser(features, lambda params, hidden: hidden)
+
+
+def uniform_logits(params, ids, t, positions):
+  return jnp.zeros((*ids.shape, VOCAB.size))
+
+
+def table_logits(params, ids, t, positions):
+  return params[positions]
+
+
+def neighbour_logits(params, ids, t, positions):
+  """One more than the token on the left; sure of it iff that is visible."""
+  left = jnp.roll(ids, 1, axis=1)
+  sure = jnp.where(left == VOCAB.mask_id, 0.0, 20.0)
+  return sure[..., None] * jax.nn.one_hot(left + 1, VOCAB.size)
+
+
+UNIFORM, TABLE = stub(uniform_logits), stub(table_logits)
+NEIGHBOUR = stub(neighbour_logits)
+
+
+def run(denoiser, canvas, rule, *, params=(), seed=0, **options):
+  return sampling.sample(
+    denoiser, params, jax.random.key(seed), canvas,
+    vocab=VOCAB, rule=rule, **options,
+  )  # fmt: skip
+
+
+def test_each_call_sees_the_updated_canvas():
+  """Every token depends on the one just written: 2, 3, 4 ... in order."""
+  canvas = from_prompts([[2]], 5, VOCAB)
+  result = run(
+    NEIGHBOUR, canvas, rules.by_confidence(5), draw=GREEDY, trajectory=True
+  )
+  np.testing.assert_array_equal(result.ids, [[2, 3, 4, 5, 6, 7]])
+  for call, canvas_ids in enumerate(result.trajectory):
+    np.testing.assert_array_equal(
+      canvas_ids, [[2, *range(3, 4 + call), *[1] * (4 - call)]]
+    )
+  # All at once, four of the five tokens guess at a neighbour still hidden.
+  at_once = run(NEIGHBOUR, canvas, rules.by_confidence(1), draw=GREEDY)
+  assert at_once.ids.tolist() != result.ids.tolist()
+
+
+def test_calls_levels_and_fractions_are_reported():
+  canvas = from_prompts([[], [5, 5]], 4, VOCAB)
+  result = run(UNIFORM, canvas, rules.by_confidence(3))
+  assert result.calls == 3
+  # Counts 2, 1, 1 of 4 open slots, in both rows.
+  np.testing.assert_array_equal(
+    result.masked_fraction, [[1.0, 1.0], [0.5, 0.5], [0.25, 0.25]]
+  )
+  np.testing.assert_array_equal(result.requested_t, result.masked_fraction)
+  assert result.trajectory is None
+  grid = cosine_grid(3)
+  result = run(UNIFORM, canvas, rules.kernel(grid))
+  np.testing.assert_allclose(
+    result.requested_t, np.tile(np.array(grid[:-1])[:, None], 2), rtol=1e-6
+  )
+
+
+def test_the_network_is_fed_the_requested_level():
+  def logits_of_t(params, ids, t, positions):
+    return 20.0 * jax.nn.one_hot(jnp.round(t * 4).astype(int) + 2, VOCAB.size)[
+      :, None
+    ].repeat(ids.shape[1], 1)
+
+  canvas = from_prompts([[]], 4, VOCAB)
+  result = run(stub(logits_of_t), canvas, rules.by_confidence(4), draw=GREEDY)
+  # t = 1, 3/4, 1/2, 1/4 at the four calls, one token each.
+  np.testing.assert_array_equal(result.ids, [[6, 5, 4, 3]])
+
+
+def test_more_steps_than_positions_is_legal_and_costs_its_calls():
+  for rule in (rules.by_confidence(7), rules.kernel(uniform_grid(7))):
+    result = run(UNIFORM, from_prompts([[5]], 2, VOCAB), rule)
+    assert result.calls == 7
+    assert not (result.ids == VOCAB.mask_id).any()
+
+
+row_strategy = st.lists(
+  st.sampled_from([None, None, 0, 1, 4, 7]), min_size=1, max_size=5
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+  st.lists(row_strategy, min_size=2, max_size=2),
+  st.sampled_from(
+    [
+      rules.by_confidence(3, grid=cosine_grid(3)),
+      rules.kernel(uniform_grid(3), cosine()),
+    ]
+  ),
+  st.integers(0, 3),
+)
+def test_invariants_hold_for_any_rows(rows, rule, seed):
+  """Prompt, padding and committed tokens stay; no MASK is left or drawn."""
+  canvas = from_rows(rows, VOCAB, length=5)
+  result = run(UNIFORM, canvas, rule, seed=seed, trajectory=True)
+  slots = np.asarray(canvas.generation_slots)
+  before = np.asarray(canvas.ids)
+  for ids in np.asarray(result.trajectory):
+    np.testing.assert_array_equal(ids[~slots], before[~slots])
+    committed = slots & (before != VOCAB.mask_id)
+    np.testing.assert_array_equal(ids[committed], before[committed])
+    before = ids
+  np.testing.assert_array_equal(before, result.ids)
+  assert VOCAB.drawable[before[slots]].all()
+
+
+@pytest.mark.parametrize(
+  'rule', [rules.by_confidence(4), rules.kernel(uniform_grid(4))]
+)
+def test_a_row_alone_equals_the_row_in_any_batch(rule):
+  prompts = [[5], [6, 7, 2], [3, 3, 3, 3]]
+  config = transformer.TransformerConfig(
+    vocab_size=VOCAB.size, num_layers=1, model_dim=16, num_heads=2, mlp_dim=16,
+    max_length=16,
+  )  # fmt: skip
+  params = transformer.init(config, jax.random.key(1))
+  network = transformer.denoiser(config)
+  together = run(network, from_prompts(prompts, 6, VOCAB), rule, params=params)
+  for row, prompt in enumerate(prompts):
+    alone = run(
+      network, from_prompts([prompt], 6, VOCAB), rule, params=params,
+      row_ids=jnp.array([row]),
+    )  # fmt: skip
+    length = len(prompt) + 6
+    np.testing.assert_array_equal(
+      alone.ids[0, :length], together.ids[row, :length]
+    )
+
+
+def test_padding_side_does_not_matter():
+  """Left and right padding with the same logical positions: same tokens."""
+  right = from_rows([[5, None, None, 6]], VOCAB, length=7)
+  shift = functools.partial(jnp.roll, shift=3, axis=1)
+  left = Canvas(
+    shift(right.ids), shift(right.generation_slots), shift(right.valid),
+    shift(right.positions),
+  )  # fmt: skip
+  config = transformer.TransformerConfig(
+    vocab_size=VOCAB.size, num_layers=1, model_dim=16, num_heads=2, mlp_dim=16,
+    max_length=16,
+  )  # fmt: skip
+  params = transformer.init(config, jax.random.key(1))
+  a, b = (
+    run(
+      transformer.denoiser(config), canvas, rules.kernel(uniform_grid(3)),
+      params=params,
+    )
+    for canvas in (right, left)
+  )  # fmt: skip
+  np.testing.assert_array_equal(a.ids[0, :4], b.ids[0, 3:])
+
+
+def test_temperature_one_gives_distinct_answers_and_zero_one():
+  logits = jnp.full((16, VOCAB.size), -jnp.inf).at[:, jnp.array([4, 5])].set(0)
+  canvas = from_prompts([[]] * 64, 16, VOCAB)
+  for draw, low, high in [(draws.categorical(), 60, 64), (GREEDY, 1, 1)]:
+    result = run(
+      TABLE, canvas, rules.by_confidence(4), params=logits, draw=draw
+    )
+    distinct = len({tuple(row) for row in result.ids.tolist()})
+    assert low <= distinct <= high
+
+
+@pytest.mark.parametrize('num_steps', [1, 2, 5, 10])
+def test_greedy_accuracy_does_not_depend_on_steps_or_key(num_steps):
+  right = jax.random.randint(jax.random.key(9), (10,), 2, VOCAB.size)
+  p = jnp.full((10, VOCAB.size), 0.4 / 6)
+  p = p.at[jnp.arange(10), right].set(0.6)
+  for seed in range(2):
+    result = run(
+      TABLE, from_prompts([[]], 10, VOCAB), rules.by_confidence(num_steps),
+      params=jnp.log(p), draw=GREEDY, seed=seed,
+    )  # fmt: skip
+    np.testing.assert_array_equal(result.ids[0], right)
+
+
+def test_a_network_sure_of_mask_commits_none():
+  logits = jnp.zeros((10, VOCAB.size)).at[:, VOCAB.mask_id].set(20.0)
+  canvas = from_prompts([[]] * 100, 10, VOCAB)
+  result = run(TABLE, canvas, rules.kernel(uniform_grid(4)), params=logits)
+  assert not (result.ids == VOCAB.mask_id).any()
+  assert VOCAB.drawable[result.ids].all()
+
+
+def test_ids_without_a_token_are_never_drawn():
+  vocab = Vocab(size=12, mask_id=9, forbidden_ids=(10, 11))
+
+  def flat(params, ids, t, positions):
+    return jnp.zeros((*ids.shape, 12))
+
+  result = sampling.sample(
+    stub(flat), (), jax.random.key(0), from_prompts([[]] * 100, 100, vocab),
+    vocab=vocab, rule=rules.by_confidence(1),
+    draw=draws.categorical(temperature=5.0),
+  )  # fmt: skip
+  assert set(np.unique(result.ids)) == set(range(9))
+
+
+@pytest.mark.parametrize('bad', [jnp.nan, jnp.inf])
+def test_unusable_logits_raise_and_name_the_row(bad):
+  def spoilt(params, ids, t, positions):
+    logits = jnp.zeros((*ids.shape, VOCAB.size))
+    return logits.at[1, 2, 5].set(bad)
+
+  canvas = from_prompts([[], []], 4, VOCAB)
+  with pytest.raises(ValueError, match=r'non-finite logits.*row\(s\) \[1\]'):
+    run(stub(spoilt), canvas, rules.by_confidence(2))
+
+
+def test_one_program_for_a_second_prompt_of_the_same_shape():
+  def counted(params, ids, t, positions):
+    return traced(ids)
+
+  @chex.assert_max_traces(n=1)
+  def traced(ids):
+    return jnp.zeros((*ids.shape, VOCAB.size))
+
+  network = stub(counted)
+  for prompt, seed in [([5, 6], 0), ([7, 8], 1)]:
+    # Rules and draws are made anew: equal settings are the same object.
+    run(
+      network, from_prompts([prompt], 4, VOCAB),
+      rules.kernel(uniform_grid(4)), seed=seed,
+      draw=draws.categorical(temperature=0.7),
+    )  # fmt: skip
+
+
+def test_the_program_does_not_grow_with_the_steps():
+  def lines(num_steps):
+    lowered = sampling._sample.lower(
+      UNIFORM, (), jax.random.key(0), from_prompts([[]], 64, VOCAB),
+      jnp.arange(1), vocab=VOCAB, rule=rules.kernel(uniform_grid(num_steps)),
+      draw=draws.categorical(), trajectory=False,
+    )  # fmt: skip
+    return len(lowered.as_text().splitlines())
+
+  assert abs(lines(64) - lines(8)) <= 0.1 * lines(8)
+
+
+def test_sampling_works_inside_an_outer_jit():
+  canvas = from_prompts([[5]], 4, VOCAB)
+  rule = rules.kernel(uniform_grid(3))
+  inside = jax.jit(lambda canvas: run(UNIFORM, canvas, rule).ids)(canvas)
+  np.testing.assert_array_equal(inside, run(UNIFORM, canvas, rule).ids)
+
+
+def test_marginals_stay_when_commits_run_in_parallel():
+  """iid tokens: any number of steps samples them exactly."""
+  p = jnp.array([0, 0, 0.5, 0.25, 0.125, 0.125, 0, 0, 0])
+  logits = jnp.tile(jnp.log(p), (10, 1))
+  canvas = from_prompts([[]] * 500, 10, VOCAB)
+  ids = np.asarray(
+    run(TABLE, canvas, rules.by_confidence(3), params=logits).ids
+  )
+  share = np.bincount(ids.ravel(), minlength=9) / ids.size
+  # Five standard deviations of the largest share.
+  assert np.abs(share - p).max() < 5 * 0.0071
