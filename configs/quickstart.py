@@ -49,6 +49,7 @@ def get_config() -> ConfigDict:
   evaluation.num_replicates = 8  # Passes over the held-out text.
   evaluation.batch_size = 64  # Windows per network call.
 
+  config.saved_dtype = 'float32'  # Of the parameters in model/.
   config.log_every = 50  # Steps per line of metrics.jsonl.
   config.checkpoint_every = 500  # Steps per checkpoint.
   config.keep_checkpoints = 2  # The latest ones that stay.

@@ -84,7 +84,13 @@ def restore(
   target = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
   )
-  loaded = checkpointer.load_checkpointables(
-    checkpointer.latest, {'state': target, 'data': iterator}
-  )
+  try:
+    loaded = checkpointer.load_checkpointables(
+      checkpointer.latest, {'state': target, 'data': iterator}
+    )
+  except KeyError as error:  # Orbax's NoEntryError, pages long.
+    raise ValueError(
+      f'the checkpoint in {checkpointer.directory} holds a state of another '
+      'structure or shape'
+    ) from error
   return loaded['state']

@@ -1,6 +1,7 @@
 """How the scripts start and end: one clear line for every user's mistake."""
 
 import contextlib
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -53,6 +54,33 @@ def caught_signals() -> Iterator[list[int]]:
   finally:
     for kind in kinds:
       signal.signal(kind, previous[kind])
+
+
+def pyplot():
+  """matplotlib.pyplot for files, without a window."""
+  with extra('plot'):
+    import matplotlib
+
+    matplotlib.use('agg')
+    from matplotlib import pyplot as module
+  return module
+
+
+def check_output(path: str | None) -> None:
+  """Raises OSError where a file to be written at the end could not be.
+
+  Args:
+    path: the file, or None for no file.
+  """
+  if path is None:
+    return
+  if os.path.isdir(path):
+    raise IsADirectoryError(f'{path} is a directory, not a file to write')
+  folder = os.path.dirname(path) or '.'
+  if not os.path.isdir(folder):
+    raise FileNotFoundError(f'no directory {folder} to write {path} into')
+  if not os.access(folder, os.W_OK):
+    raise PermissionError(f'{path} cannot be written')
 
 
 def _parse(argv: Sequence[str]) -> list[str]:

@@ -7,7 +7,9 @@ jitted train step, where its key is a function of (seed, step, row).
 """
 
 import glob
+import hashlib
 import itertools
+import json
 import os
 import pathlib
 import pydoc_data.topics
@@ -148,6 +150,12 @@ def read_corpus(
   return Corpus(*split_tail(documents))
 
 
+def corpus_digest(corpus: Corpus) -> str:
+  """SHA-256 of all texts and of where they are split, in hexadecimal."""
+  texts = [[document.text for document in part] for part in corpus]
+  return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
+
+
 def corpus_tokenizer(corpus: Corpus, bpe_vocab_size: int = 0) -> Tokenizer:
   """The tokenizer of a corpus.
 
@@ -260,11 +268,17 @@ def batches(windows: Windows, *, batch_size: int, seed: int) -> Iterator[dict]:
   Needs grain. The iterator has `get_state` and `set_state`; a restored one
   goes on with the very next batch.
 
+  Raises:
+    ValueError: `batch_size` is below 1.
+
   Yields:
     `ids` int32 `[B, L]`, `valid` bool `[B, L]` and `row_ids` int32 `[B]`, the
     rows' ids within the global batch.
   """
-  import grain  # Of the extra `train`: tokenizers must load without it.
+  import grain  # Of the extra `train`; nothing else here needs it.
+
+  if batch_size < 1:
+    raise ValueError(f'{batch_size=} must be at least 1')
 
   def batch(indices):
     ids, valid = windows.take(indices)
@@ -294,9 +308,14 @@ def ngram_entropies(text: str, max_order: int = 2) -> tuple[float, ...]:
   Returns:
     Bits per character for k = 0 .. `max_order`.
 
+  Raises:
+    ValueError: the text is too short.
+
   >>> ngram_entropies('abababab!', max_order=0)
   (1.3921472236645345,)
   """
+  if len(text) <= max_order:
+    raise ValueError(f'{len(text)} characters are too few for {max_order=}')
   points = np.frombuffer(text.encode('utf-32-le'), np.uint32)
   symbols, codes = np.unique(points, return_inverse=True)
   joint = [0.0]

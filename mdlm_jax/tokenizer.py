@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import tokenizers
-from jaxtyping import Int
+from jaxtyping import ArrayLike, Int
 
 from mdlm_jax import vocab as vocab_lib
 
@@ -65,17 +65,19 @@ class Tokenizer:
     encoding = self.backend.encode(text, add_special_tokens=False)
     return np.array(encoding.ids, np.int32)
 
-  def decode(self, ids: Sequence[int] | np.ndarray, *, mask: str = '') -> str:
+  def decode(
+    self, ids: Sequence[int] | Int[ArrayLike, 'n'], *, mask: str = ''
+  ) -> str:
     """Text of ids; PAD is left out, MASK is written as `mask`.
 
     Bytes that are not UTF-8, which a model may generate, become U+FFFD.
     """
-    text = []
-    kept = [int(i) for i in ids if i != self.vocab.pad_id]
-    for masked, group in itertools.groupby(kept, self.vocab.mask_id.__eq__):
-      run = list(group)
-      text.append(mask * len(run) if masked else self.backend.decode(run))
-    return ''.join(text)
+    pad_id, mask_id = self.vocab.pad_id, self.vocab.mask_id
+    kept = (i for i in np.asarray(ids).tolist() if i != pad_id)
+    return ''.join(
+      mask * len(list(run)) if masked else self.backend.decode(list(run))
+      for masked, run in itertools.groupby(kept, mask_id.__eq__)
+    )
 
   def save(self, path: str | os.PathLike) -> None:
     """Writes a `tokenizer.json` in the layout of the tokenizers library."""

@@ -90,24 +90,29 @@ def adamw(
 
   Args:
     steps: length of the run; the learning rate is 0 at its end.
-    learning_rate: the highest, after the warm-up.
+    learning_rate: the highest, after the warm-up; positive.
     warmup_steps: steps of linear growth from 0, fewer than `steps`.
-    weight_decay: for matrices (embeddings included); vectors have none.
-    clip_norm: largest global norm of the gradient.
-    beta1: decay of the first moment.
-    beta2: decay of the second moment.
+    weight_decay: at least 0; for matrices (embeddings included), not vectors.
+    clip_norm: largest global norm of the gradient; positive.
+    beta1: decay of the first moment, in [0, 1).
+    beta2: decay of the second moment, in [0, 1).
 
   Raises:
     ValueError: a value outside its range.
   """
+  if steps < 1:
+    raise ValueError(f'{steps=} must be at least 1')
   if not 0 <= warmup_steps < steps:
     raise ValueError(f'{warmup_steps=} must be from 0 to below {steps=}')
-  for name, value in (
-    ('learning_rate', learning_rate),
-    ('clip_norm', clip_norm),
+  for name, value, is_legal in (
+    ('learning_rate', learning_rate, 0 < learning_rate < math.inf),
+    ('clip_norm', clip_norm, 0 < clip_norm < math.inf),
+    ('weight_decay', weight_decay, 0 <= weight_decay < math.inf),
+    ('beta1', beta1, 0 <= beta1 < 1),
+    ('beta2', beta2, 0 <= beta2 < 1),
   ):
-    if not 0 < value < math.inf:
-      raise ValueError(f'{name}={value} must be positive')
+    if not is_legal:
+      raise ValueError(f'{name}={value} is outside its range')
   rate = optax.warmup_cosine_decay_schedule(
     0.0, learning_rate, warmup_steps, steps
   )
@@ -238,7 +243,7 @@ def train_step(
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     ema = optax.incremental_update(params, state.ema, 1 - ema_decay)
-    norm = losses.Total(optax.global_norm(grads), jnp.float32(1))
+    norm = losses.Total(optax.tree.norm(grads), jnp.float32(1))
     return (
       TrainState(state.step + 1, params, ema, opt_state),
       Metrics(gradient_norm=norm, **measured),

@@ -11,7 +11,6 @@ from there. Ctrl-C saves and exits with code 130, SIGTERM with code 0.
 
 import collections
 import contextlib
-import hashlib
 import json
 import pathlib
 import signal
@@ -40,6 +39,7 @@ flags.mark_flags_as_required(['config', 'workdir'])
 # What a resumed run may change; everything else must be as it was.
 _MAY_CHANGE = (
   'steps',
+  'saved_dtype',
   'evaluation',
   'log_every',
   'checkpoint_every',
@@ -65,6 +65,10 @@ def prepare(config: ConfigDict) -> Run:
   for name in ('log_every', 'checkpoint_every', 'keep_checkpoints'):
     if config[name] < 1:
       raise ValueError(f'{name}={config[name]} must be at least 1')
+  if config.saved_dtype not in ('float32', 'bfloat16'):
+    raise ValueError(
+      f"saved_dtype={config.saved_dtype!r} must be 'float32' or 'bfloat16'"
+    )
   corpus = data.read_corpus(
     config.data.files,
     validation_files=config.data.validation_files,
@@ -97,11 +101,10 @@ def prepare(config: ConfigDict) -> Run:
 
 def run_settings(config: ConfigDict, run: Run) -> dict:
   """What is saved with each checkpoint and compared on resuming."""
-  texts = [d.text for part in run.corpus for d in part]
   return {
     'config': json.loads(config.to_json()),
     'tokenizer': run.tokenizer.to_json(),
-    'corpus_sha256': hashlib.sha256('\0'.join(texts).encode()).hexdigest(),
+    'corpus_sha256': data.corpus_digest(run.corpus),
   }
 
 
@@ -237,55 +240,57 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> int:
     state, stopped_by = train_steps(
       config, run, store, settings, workdir, state, iterator
     )
-  params = training.averaged_params(state, config.ema_decay)
-  export(config, run, settings, params, int(state.step), workdir)
+  export(config, run, settings, state, workdir)
   if stopped_by is not None:
     print(f'stopped at step {int(state.step)}; the same command resumes')
     return 130 if stopped_by == signal.SIGINT else 0
-  evaluate(config, run, settings, params, workdir)
+  evaluate(config, run, settings, workdir)
   return 0
 
 
-def export(config, run, settings, params, step, workdir):
-  """Writes the model directory."""
+def export(config, run, settings, state, workdir):
+  """Writes the model directory, and beside the model how it was trained."""
   directory.save(
-    workdir / 'model', run.model, params, run.tokenizer.vocab, run.tokenizer
+    workdir / 'model',
+    run.model,
+    training.averaged_params(state, config.ema_decay),
+    run.tokenizer.vocab,
+    run.tokenizer,
+    schedule=config.loss.schedule,
+    dtype=config.saved_dtype,
   )
+  texts = [document.text for part in run.corpus for document in part]
+  entropies = data.ngram_entropies('\n\n'.join(texts))
   _write_json(
     workdir / 'model' / 'training.json',
     {
+      'step': int(state.step),
       'config': settings['config'],
-      'step': step,
       'corpus_sha256': settings['corpus_sha256'],
-      'corpus_entropies_bits_per_character': corpus_entropies(run.corpus),
+      'corpus_entropies_bits_per_character': entropies,
     },
   )
 
 
-def corpus_entropies(corpus: data.Corpus) -> list[float]:
-  """Bits per character given the 0, 1 and 2 characters before it."""
-  documents = [d.text for part in corpus for d in part]
-  return list(data.ngram_entropies('\n\n'.join(documents)))
-
-
-def evaluate(config, run, settings, params, workdir):
-  """Prints and writes the bound on the held-out text."""
-  report = evaluation.evaluate_documents(
-    transformer.denoiser(run.model),
-    params,
-    run.tokenizer,
-    run.corpus.validation,
-    length=config.data.length,
-    schedule=training.named_schedule(config.loss.schedule),
-    **config.evaluation,
-  )
+def evaluate(config, run, settings, workdir):
+  """Prints and writes the bound of the model as saved on held-out text."""
+  model = directory.load(workdir / 'model')
+  history = json.loads((workdir / 'model' / 'training.json').read_text())
   seconds = settings['seconds']
   tokens = config.steps * config.data.batch_size * config.data.length
-  report |= {
-    'corpus_entropies_bits_per_character': corpus_entropies(run.corpus),
+  report = {
+    **evaluation.evaluate_documents(
+      model.denoiser,
+      model.params,
+      model.tokenizer,
+      run.corpus.validation,
+      length=config.data.length,
+      schedule=model.schedule,
+      **config.evaluation,
+    ),
+    **history,
     'train_seconds': seconds,
     'train_tokens_per_second': tokens / seconds,
-    'config': settings['config'],
     **evaluation.environment(),
   }
   _write_json(workdir / 'evaluation.json', report)

@@ -1,0 +1,391 @@
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from mdlm_jax import predict, schedules, training
+from mdlm_jax.models import transformer
+from mdlm_jax.vocab import Vocab
+
+VOCAB = Vocab(size=9, mask_id=1, pad_id=0)  # 7 real tokens.
+CONFIG = transformer.TransformerConfig(
+  vocab_size=9,
+  num_layers=2,
+  model_dim=16,
+  num_heads=2,
+  mlp_dim=32,
+  max_length=8,
+)
+TRANSFORMER = transformer.denoiser(CONFIG)
+KEY = jax.random.key(0)
+
+
+def bag_features(params, cache, ids, **_):
+  """What is here and the mean over the row: quick to compile."""
+  here = params['embedding'][ids]
+  return here + jnp.mean(here, 1, keepdims=True), ()
+
+
+BAG = predict.Denoiser(
+  bag_features, lambda params, hidden: hidden @ params['head']['kernel']
+)
+
+
+def init_params(denoiser, seed=1):
+  key = jax.random.key(seed)
+  if denoiser is not BAG:
+    return transformer.init(CONFIG, key)
+  first, second = jax.random.split(key)
+  return {
+    'embedding': jax.random.normal(first, (9, 16)) / 4,
+    'head': {'kernel': jax.random.normal(second, (16, 9)) / 8},
+  }
+
+
+def make_batch(num_rows=256, length=8, seed=0):
+  rng = np.random.default_rng(seed)
+  return {
+    'ids': rng.integers(2, 9, (num_rows, length), dtype=np.int32),
+    'valid': np.ones((num_rows, length), bool),
+    'row_ids': np.arange(num_rows, dtype=np.int32),
+  }
+
+
+@functools.cache
+def make_adamw(**changes):
+  options = {
+    'steps': 100,
+    'learning_rate': 1e-2,
+    'warmup_steps': 0,
+    'weight_decay': 0.1,
+    'clip_norm': 1.0,
+  }
+  return training.adamw(**options | changes)
+
+
+@functools.cache
+def make_step(denoiser, optimizer, ema_decay, **options):
+  return training.train_step(
+    denoiser, optimizer, vocab=VOCAB, ema_decay=ema_decay, **options
+  )
+
+
+def make_run(denoiser=BAG, *, optimizer=None, ema_decay=0.9, **options):
+  optimizer = optimizer or make_adamw()
+  step = make_step(denoiser, optimizer, ema_decay, **options)
+  return step, training.init_state(init_params(denoiser), optimizer)
+
+
+def assert_trees_equal(actual, expected):
+  jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+def test_fresh_model_costs_the_entropy_of_the_uniform_distribution():
+  step, state = make_run(TRANSFORMER)
+  _, metrics = step(state, make_batch(), KEY)
+  assert abs(metrics.bound.mean - math.log(7)) < 0.3
+  assert abs(metrics.masked_cross_entropy.mean - math.log(7)) < 0.3
+  # The weighted sum of a row of 8 tokens is another, named metric.
+  np.testing.assert_allclose(
+    metrics.weighted_sum.mean, 8 * metrics.bound.mean, rtol=1e-6
+  )
+  assert metrics.bound.count == 256 * 8
+
+
+def test_two_strings_are_learned_to_one_bit():
+  # Half AB, half BA: the bound of the best model is ln 2 per string.
+  batch = make_batch(256, 2)
+  batch['ids'] = np.array([[2, 3], [3, 2]] * 128, np.int32)
+  step, state = make_run(
+    optimizer=make_adamw(weight_decay=0.0, learning_rate=0.1)
+  )
+  bounds = []
+  for _ in range(100):
+    state, metrics = step(state, batch, KEY)
+    bounds.append(float(metrics.bound.mean) * 2)
+  # Stratified over 256 rows, mean of 30 steps: standard error below 0.01.
+  assert abs(np.mean(bounds[-30:]) - math.log(2)) < 0.03
+
+
+def test_rows_without_a_mask_are_counted_and_stay_in_the_average():
+  batch = make_batch(2000, 1)
+  step, state = make_run(times=schedules.iid_times)
+  _, metrics = step(state, batch, KEY)
+  # P(nothing masked) = 1/2; three standard errors are 0.034.
+  assert abs(metrics.empty_rows.mean - 0.5) < 0.034
+  masked = metrics.masked_cross_entropy.count
+  assert masked + metrics.empty_rows.sum == 2000
+
+
+def test_nothing_to_supervise_changes_nothing():
+  batch = make_batch() | {'valid': np.zeros((256, 8), bool)}
+  step, state = make_run(optimizer=make_adamw(weight_decay=0.0))
+  before = jax.tree.map(np.array, state)
+  state, metrics = step(state, batch, KEY)
+  assert metrics.bound.mean == 0
+  assert metrics.gradient_norm.mean == 0
+  assert metrics.empty_rows.mean == 1
+  assert_trees_equal(state.params, before.params)
+  assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
+
+
+def test_padding_is_not_counted():
+  batch = make_batch()
+  batch['valid'][:, 3:] = False
+  batch['ids'][:, 3:] = 0
+  step, state = make_run()
+  _, metrics = step(state, batch, KEY)
+  assert metrics.bound.count == 256 * 3
+  assert abs(metrics.bound.mean - math.log(7)) < 0.3
+
+
+def test_state_is_donated_and_nothing_is_aliased():
+  step, state = make_run()
+  old = state
+  state, _ = step(state, make_batch(), KEY)
+  assert all(x.is_deleted() for x in jax.tree.leaves(old.params))
+  pointers = [
+    x.unsafe_buffer_pointer()
+    for tree in (state.params, state.ema)
+    for x in jax.tree.leaves(tree)
+  ]
+  assert len(set(pointers)) == len(pointers)
+
+
+def test_step_is_compiled_once():
+  step, state = make_run()
+  for seed in range(3):
+    state, _ = step(state, make_batch(seed=seed), KEY)
+  assert step._cache_size() == 1
+  assert state.step == 3
+
+
+def test_noise_is_a_function_of_key_and_step():
+  def measured(key, at):
+    step, state = make_run()
+    state = state._replace(step=jnp.int32(at))
+    return float(step(state, make_batch(), key)[1].bound.sum)
+
+  assert measured(KEY, 5) == measured(KEY, 5)
+  assert measured(KEY, 5) != measured(KEY, 6)
+  assert measured(KEY, 5) != measured(jax.random.key(1), 5)
+
+
+def test_noise_belongs_to_the_row_and_not_to_its_place():
+  # Rows in another order with their ids: the same times and masks.
+  batch = make_batch()
+  order = np.random.default_rng(0).permutation(256)
+  moved = {name: x[order] for name, x in batch.items()}
+  step, state = make_run()
+  _, metrics = step(state, batch, KEY)
+  _, state = make_run()
+  _, again = step(state, moved, KEY)
+  for a, b in zip(jax.tree.leaves(metrics), jax.tree.leaves(again)):
+    np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def test_restored_state_continues_bit_for_bit():
+  step, state = make_run()
+  for seed in range(2):
+    state, _ = step(state, make_batch(seed=seed), KEY)
+  copy = jax.tree.map(lambda x: jnp.array(np.array(x)), state)
+  for seed in range(2, 4):
+    state, metrics = step(state, make_batch(seed=seed), KEY)
+    copy, copy_metrics = step(copy, make_batch(seed=seed), KEY)
+  assert_trees_equal(copy, state)
+  assert_trees_equal(copy_metrics, metrics)
+
+
+@pytest.mark.parametrize('decay', [0.0, 0.5, 0.9999])
+def test_average_is_the_weighted_mean_of_the_past(decay):
+  step, state = make_run(ema_decay=decay)
+  initial = np.array(state.params['embedding'])
+  np.testing.assert_array_equal(
+    training.averaged_params(state, decay)['embedding'], initial
+  )
+  history = []
+  for seed in range(5):
+    state, _ = step(state, make_batch(seed=seed), KEY)
+    history.append(np.array(state.params['embedding'], np.float64))
+    weights = decay ** np.arange(len(history))[::-1]
+    expected = np.tensordot(weights / weights.sum(), history, 1)
+    np.testing.assert_allclose(
+      training.averaged_params(state, decay)['embedding'], expected, rtol=2e-5
+    )
+
+
+def update_of(optimizer, params, gradients):
+  state = optimizer.init(params)
+  for gradient in gradients:
+    updates, state = optimizer.update(gradient, state, params)
+    params = optax.apply_updates(params, updates)
+  return params
+
+
+def test_decay_is_on_matrices_only():
+  params = {
+    'embedding': jnp.ones((3, 4)),
+    'blocks': {
+      'norm': {'scale': jnp.ones((2, 4))},  # Stacked: rank 2, yet a vector.
+      'mlp': {'kernel': jnp.ones((2, 4, 4)), 'bias': jnp.ones((2, 4))},
+    },
+  }
+  zeros = jax.tree.map(jnp.zeros_like, params)
+  after = update_of(make_adamw(), params, [zeros])
+  # First step: learning rate 0.01 times decay 0.1.
+  np.testing.assert_allclose(after['embedding'], 0.999, rtol=1e-6)
+  np.testing.assert_allclose(after['blocks']['mlp']['kernel'], 0.999, rtol=1e-6)
+  np.testing.assert_array_equal(after['blocks']['norm']['scale'], 1)
+  np.testing.assert_array_equal(after['blocks']['mlp']['bias'], 1)
+
+
+def test_every_matrix_of_the_transformer_is_decayed_and_no_norm():
+  params = transformer.init(CONFIG, KEY)
+  zeros = jax.tree.map(jnp.zeros_like, params)
+  after = update_of(make_adamw(), params, [zeros])
+  for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    name = jax.tree_util.keystr(path)
+    new = after
+    for key in path:
+      new = new[key.key]
+    factor = 1.0 if 'norm' in name else 0.999
+    np.testing.assert_allclose(new, factor * leaf, rtol=1e-6, err_msg=name)
+
+
+def test_learning_rate_warms_up_and_falls_to_zero():
+  # A constant gradient moves Adam by the learning rate at every step.
+  optimizer = make_adamw(
+    steps=20, warmup_steps=10, learning_rate=0.1, weight_decay=0.0
+  )
+  params, state = {'w': jnp.zeros((1, 1))}, None
+  state = optimizer.init(params)
+  moves = []
+  for _ in range(21):
+    updates, state = optimizer.update({'w': jnp.ones((1, 1))}, state, params)
+    moves.append(-float(updates['w'][0, 0]))
+  steps = np.arange(21)
+  cosine = 0.05 * (1 + np.cos(np.pi * (steps - 10) / 10))
+  expected = np.where(steps < 10, 0.01 * steps, cosine)
+  np.testing.assert_allclose(moves, expected, atol=1e-6)
+
+
+def test_gradients_are_clipped_to_the_global_norm():
+  optimizer = make_adamw(clip_norm=1.0, weight_decay=0.0)
+  params = {'a': jnp.zeros((1, 1)), 'b': jnp.zeros((1, 1))}
+
+  def gradient(scale):
+    return {
+      'a': jnp.full((1, 1), 0.6 * scale),
+      'b': jnp.full((1, 1), 0.8 * scale),
+    }
+
+  # Norms 10 and 1 act as 1 and 1; below the limit they act as they are.
+  clipped = update_of(optimizer, params, [gradient(10), gradient(1)])
+  plain = update_of(optimizer, params, [gradient(1), gradient(1)])
+  small = update_of(optimizer, params, [gradient(1), gradient(0.1)])
+  np.testing.assert_allclose(clipped['a'], plain['a'], rtol=1e-5)
+  assert abs(small['a'] - plain['a']) > 1e-4
+
+
+@pytest.mark.parametrize(
+  'changes',
+  [
+    {'warmup_steps': 100},
+    {'warmup_steps': -1},
+    {'steps': 0},
+    {'learning_rate': 0.0},
+    {'clip_norm': -1.0},
+    {'weight_decay': -0.1},
+    {'beta1': 1.0},
+    {'beta2': -0.1},
+  ],
+)
+def test_impossible_optimizers_are_refused(changes):
+  (name,) = changes
+  with pytest.raises(ValueError, match=name):
+    make_adamw(**changes)
+
+
+@pytest.mark.parametrize('options', [{'ema_decay': 1.0}, {'t_min': 1.0}])
+def test_impossible_steps_are_refused(options):
+  (name,) = options
+  with pytest.raises(ValueError, match=name):
+    make_run(**options)
+
+
+@pytest.mark.parametrize(
+  ('schedule', 'times'),
+  [('linear', 'iid'), ('linear', 'systematic'), ('cosine', 'stratified')],
+)
+def test_bound_depends_neither_on_the_schedule_nor_on_the_draw(schedule, times):
+  step, state = make_run(
+    schedule=training.named_schedule(schedule),
+    times=training.named_times(times),
+    t_min=1e-2,
+  )
+  _, metrics = step(state, make_batch(1024), KEY)
+  step, state = make_run()
+  _, reference = step(state, make_batch(), KEY)
+  assert metrics.bound.sum != reference.bound.sum
+  assert abs(metrics.bound.mean - math.log(7)) < 0.35
+
+
+def test_names_of_schedules_and_time_draws():
+  for name in ('linear', 'cosine', 'geometric', 'log_linear'):
+    assert training.named_schedule(name) == getattr(schedules, name)()
+  for name in ('iid', 'stratified', 'systematic'):
+    function = getattr(schedules, f'{name}_times')
+    assert training.named_times(name) is function
+  with pytest.raises(ValueError, match=r"schedule='quadratic' .* linear"):
+    training.named_schedule('quadratic')
+  with pytest.raises(ValueError, match=r"times='even' .* stratified"):
+    training.named_times('even')
+
+
+def test_small_times_are_left_out_and_bound_the_weight():
+  # With t > 0.5 a masked token weighs less than 2.
+  step, state = make_run(t_min=0.5)
+  _, metrics = step(state, make_batch(1024), KEY)
+  ratio = metrics.bound.sum / metrics.masked_cross_entropy.sum
+  assert 1 < ratio < 2
+  # Mean weight over masked tokens: 1 / E[t] = 4/3.
+  assert abs(ratio - 4 / 3) < 0.05
+
+
+def test_bfloat16_computes_and_keeps_float32_parameters():
+  bfloat16 = transformer.denoiser(dataclasses.replace(CONFIG, dtype='bfloat16'))
+  step, state = make_run(bfloat16)
+  state, metrics = step(state, make_batch(), KEY)
+  assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(state.params))
+  step, state = make_run(TRANSFORMER)
+  _, reference = step(state, make_batch(), KEY)
+  assert metrics.bound.mean != reference.bound.mean
+  np.testing.assert_allclose(
+    metrics.bound.mean, reference.bound.mean, rtol=0.02
+  )
+
+
+def test_divergence_names_the_step():
+  def head(params, hidden):
+    return hidden * params['w'] * jnp.inf
+
+  denoiser = predict.Denoiser(
+    lambda params, cache, ids, **_: (jax.nn.one_hot(ids, 9), ()), head
+  )
+  optimizer = make_adamw()
+  step = training.train_step(denoiser, optimizer, vocab=VOCAB, ema_decay=0.9)
+  state = training.init_state({'w': jnp.ones((1, 9))}, optimizer)
+  _, metrics = step(state, make_batch(), KEY)
+  with pytest.raises(FloatingPointError, match='at step 12: loss nan'):
+    training.check_finite(metrics, 12)
+
+
+def test_finite_metrics_pass():
+  step, state = make_run()
+  _, metrics = step(state, make_batch(), KEY)
+  training.check_finite(metrics, 1)
