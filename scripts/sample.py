@@ -10,7 +10,6 @@ template {24} is a hole of 24 tokens (characters, for a model of characters);
 the braces themselves are written {{ and }}.
 """
 
-import functools
 import json
 import sys
 import time
@@ -230,16 +229,15 @@ def generate(model, rows, rule, draw, *, trajectory: bool) -> Generated:
     jax.random.key(_SEED.value),
     canvas.from_rows(rows, model.vocab),
   )
-  sampler = functools.partial(
-    sampling.sample,
-    model.denoiser,
-    vocab=model.vocab,
-    rule=rule,
-    draw=draw,
-    trajectory=trajectory,
-  )
+  static = {
+    'vocab': model.vocab,
+    'rule': rule,
+    'draw': draw,
+    'trajectory': trajectory,
+  }
+  sampler = jax.jit(sampling.sample, static_argnames=('denoiser', *static))
   start = time.perf_counter()
-  compiled = jax.jit(sampler).lower(*arguments).compile()
+  compiled = sampler.lower(model.denoiser, *arguments, **static).compile()
   middle = time.perf_counter()
   result = jax.block_until_ready(compiled(*arguments))
   end = time.perf_counter()
@@ -247,11 +245,11 @@ def generate(model, rows, rule, draw, *, trajectory: bool) -> Generated:
   return Generated(jax.device_get(result), middle - start, end - middle)
 
 
-def settings(model: directory.Pretrained, num_steps: int) -> dict:
+def settings(model: directory.Pretrained, path, num_steps: int) -> dict:
   """All that is needed to generate the same samples again."""
   by_confidence = _RULE.value == 'confidence'
   return {
-    'checkpoint': str(model.path),
+    'checkpoint': str(path),
     'prompt': _PROMPT.value,
     'prompt_ids': _PROMPT_IDS.value,
     'template': _TEMPLATE.value,
@@ -271,7 +269,7 @@ def settings(model: directory.Pretrained, num_steps: int) -> dict:
   }
 
 
-def print_json(model, rows, generated: Generated, num_steps: int) -> None:
+def print_json(model, path, rows, generated: Generated, num_steps) -> None:
   """One line per sample."""
   result = generated.result
   for b, row in enumerate(rows):
@@ -284,17 +282,17 @@ def print_json(model, rows, generated: Generated, num_steps: int) -> None:
       'tokens_per_call': row.count(None) / int(result.calls),
       'requested_t': result.requested_t[:, b].tolist(),
       'masked_fraction': result.masked_fraction[:, b].tolist(),
-      'settings': settings(model, num_steps),
+      'settings': settings(model, path, num_steps),
     }
     print(json.dumps(record))
 
 
-def print_text(model, rows, generated: Generated, num_canvases: int) -> None:
+def print_text(model, path, rows, generated, num_canvases: int) -> None:
   """For a person: the samples, with some of the canvases on the way."""
   result, calls = generated.result, int(generated.result.calls)
   size = sum(x.size for x in jax.tree.leaves(model.params))
   print(
-    f'{model.path}: {size:,} parameters, {model.vocab.size} tokens, length '
+    f'{path}: {size:,} parameters, {model.vocab.size} tokens, length '
     f'{model.config.max_length}\n'
     f'{len(rows)} sample(s) by {calls} network calls with --rule={_RULE.value} '
     f'--temperature={_TEMPERATURE.value:g} --seed={_SEED.value}: '
@@ -328,7 +326,8 @@ def main(argv):
     top_p=_TOP_P.value,
     score=draws.SCORES[_SCORE.value],
   )
-  model = directory.load(directory.find(_CHECKPOINT.value))
+  path = directory.find(_CHECKPOINT.value)
+  model = directory.load(path)
   rows = make_rows(model)
   num_steps = _STEPS.value or max(row.count(None) for row in rows)
   num_canvases = _SHOW_STEPS.value
@@ -342,11 +341,11 @@ def main(argv):
   rule = make_rule(num_steps, model.schedule)
   generated = generate(model, rows, rule, draw, trajectory=num_canvases > 0)
   if _JSON.value:
-    print_json(model, rows, generated, num_steps)
+    print_json(model, path, rows, generated, num_steps)
   else:
     # A model of bytes may write what the terminal cannot show.
     sys.stdout.reconfigure(errors='replace')
-    print_text(model, rows, generated, num_canvases)
+    print_text(model, path, rows, generated, num_canvases)
 
 
 if __name__ == '__main__':

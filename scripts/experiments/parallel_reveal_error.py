@@ -126,11 +126,7 @@ def table(rows: Sequence[dict]) -> str:
 
 def plot(rows: Sequence[dict], path: str) -> None:
   """Invalid fraction against calls, and by grid at equal calls."""
-  with command_line.extra('plot'):
-    import matplotlib
-
-    matplotlib.use('agg')
-    from matplotlib import pyplot
+  pyplot = command_line.pyplot()
   figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.6))
   equal = [row for row in rows if row['grid'] == 'equal']
   at_eight = [row for row in rows if row['calls'] == 8]
@@ -158,10 +154,19 @@ def plot(rows: Sequence[dict], path: str) -> None:
   figure.savefig(path, dpi=150)
 
 
+def check_outputs() -> None:
+  """What would fail at the end fails now."""
+  for path in (_PLOT.value, _JSON.value):
+    command_line.check_output(path)
+  if _PLOT.value:
+    command_line.pyplot()
+
+
 def main(argv):
   del argv
   if _ROWS.value < 1:
     raise ValueError(f'--rows={_ROWS.value} must be at least 1')
+  check_outputs()
   rows = measure(_ROWS.value, _SEED.value)
   print("invalid fraction of 'red red' / 'blue blue'\n")
   print(table(rows))

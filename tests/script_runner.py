@@ -1,0 +1,41 @@
+"""Runs the programs of scripts/ inside the test process."""
+
+import importlib.util
+import pathlib
+import types
+
+from absl import flags
+from absl.testing import flagsaver
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def run(name: str, *arguments: str, **replaced) -> types.ModuleType:
+  """What `python scripts/NAME ARGUMENTS` does, without its exit.
+
+  Args:
+    name: path of the script inside scripts/.
+    *arguments: the command line.
+    **replaced: attributes of the module to be replaced before it runs.
+
+  Returns:
+    The module. Mistakes of the user leave as the exceptions that
+    `command_line.run` turns into one line.
+  """
+  with flagsaver.flagsaver():  # Forgets the script's flags afterwards.
+    module = load(name)
+    for attribute, value in replaced.items():
+      getattr(module, attribute)  # It must exist.
+      setattr(module, attribute, value)
+    flags.FLAGS([name, *arguments])
+    module.main([name])
+  return module
+
+
+def load(name: str) -> types.ModuleType:
+  """The script as a module; defines its flags."""
+  path = ROOT / 'scripts' / name
+  spec = importlib.util.spec_from_file_location(path.stem, path)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
