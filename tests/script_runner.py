@@ -23,7 +23,7 @@ def run(name: str, *arguments: str, **replaced) -> types.ModuleType:
     `command_line.run` turns into one line.
   """
   with flagsaver.flagsaver():  # Forgets the script's flags afterwards.
-    module = load(name)
+    module = _load(name)
     for attribute, value in replaced.items():
       getattr(module, attribute)  # It must exist.
       setattr(module, attribute, value)
@@ -33,7 +33,12 @@ def run(name: str, *arguments: str, **replaced) -> types.ModuleType:
 
 
 def load(name: str) -> types.ModuleType:
-  """The script as a module; defines its flags."""
+  """The script as a module, for its functions that read no flags."""
+  with flagsaver.flagsaver():
+    return _load(name)
+
+
+def _load(name):
   path = ROOT / 'scripts' / name
   spec = importlib.util.spec_from_file_location(path.stem, path)
   module = importlib.util.module_from_spec(spec)
