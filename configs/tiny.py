@@ -32,7 +32,8 @@ def get_config() -> ConfigDict:
   model.dtype = 'float32'  # Compute: 'float32' or 'bfloat16'.
 
   config.optimizer = optimizer = ConfigDict()
-  optimizer.learning_rate = 3e-3  # The highest, after the warm-up.
+  optimizer.muon_learning_rate = 0.04  # Of Muon on matrices; 0: AdamW's job.
+  optimizer.learning_rate = 3e-3  # The highest of AdamW, after the warm-up.
   optimizer.warmup_steps = 10  # Of linear growth from 0.
   optimizer.weight_decay = 0.1  # On matrices only.
   optimizer.clip_norm = 1.0  # Largest global norm of the gradient.
@@ -44,6 +45,7 @@ def get_config() -> ConfigDict:
   loss.schedule = 'linear'  # Or 'cosine', 'geometric', 'log_linear'.
   loss.times = 'stratified'  # Or 'systematic', 'iid'.
   loss.t_min = 1e-3  # Smallest noise level.
+  loss.weight_power = 0.5  # Of the bound's weights: 1 the bound, 0 unweighted.
 
   config.evaluation = evaluation = ConfigDict()
   evaluation.num_replicates = 2  # Passes over the held-out text.

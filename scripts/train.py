@@ -83,7 +83,7 @@ def prepare(config: ConfigDict) -> Run:
     max_length=config.data.length,
     **config.model,
   )
-  optimizer = training.adamw(steps=config.steps, **config.optimizer)
+  optimizer = training.make_optimizer(steps=config.steps, **config.optimizer)
   step = training.train_step(
     transformer.denoiser(model),
     optimizer,
@@ -92,6 +92,7 @@ def prepare(config: ConfigDict) -> Run:
     schedule=training.named_schedule(config.loss.schedule),
     times=training.named_times(config.loss.times),
     t_min=config.loss.t_min,
+    weight_power=config.loss.weight_power,
   )
   init_key, train_key = jax.random.split(jax.random.key(config.seed))
   return Run(
@@ -101,10 +102,15 @@ def prepare(config: ConfigDict) -> Run:
 
 def run_settings(config: ConfigDict, run: Run) -> dict:
   """What is saved with each checkpoint and compared on resuming."""
+  texts = [document.text for part in run.corpus for document in part]
   return {
     'config': json.loads(config.to_json()),
     'tokenizer': run.tokenizer.to_json(),
     'corpus_sha256': data.corpus_digest(run.corpus),
+    'corpus_entropies_bits_per_character': data.ngram_entropies(
+      '\n\n'.join(texts)
+    ),
+    'train_seconds': 0.0,
   }
 
 
@@ -191,7 +197,7 @@ def train_steps(config, run, store, settings, workdir, state, iterator):
   Returns:
     The state and the signal that ended the run early, or None.
   """
-  begin = time.monotonic() - settings['seconds']
+  begin = time.monotonic() - settings['train_seconds']
   start = int(state.step)
   pending = collections.deque()
   with (
@@ -208,8 +214,9 @@ def train_steps(config, run, store, settings, workdir, state, iterator):
       while len(pending) > (0 if save else 1):
         record(*pending.popleft())
       if save:
-        settings['seconds'] = time.monotonic() - begin
+        settings['train_seconds'] = time.monotonic() - begin
         checkpoints.save(store, state, iterator, settings)
+        export(config, run, settings, state, workdir)
       if last:
         break
   return state, caught[0] if caught else None
@@ -218,7 +225,7 @@ def train_steps(config, run, store, settings, workdir, state, iterator):
 def train(config: ConfigDict, workdir: pathlib.Path) -> int:
   """Trains, evaluates and writes; returns the exit code."""
   run = prepare(config)
-  settings = {**run_settings(config, run), 'seconds': 0.0}
+  settings = run_settings(config, run)
   iterator = data.batches(
     run.windows, batch_size=config.data.batch_size, seed=config.seed
   )
@@ -231,7 +238,7 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> int:
       saved = checkpoints.latest_settings(store)
       check_same_run(saved, settings, workdir)
       state = checkpoints.restore(store, state, iterator)
-      settings['seconds'] = saved['seconds']
+      settings['train_seconds'] = saved['train_seconds']
       print(f'resuming {workdir} at step {int(state.step)}', flush=True)
     if int(state.step) > config.steps:
       raise ValueError(
@@ -244,7 +251,7 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> int:
   if stopped_by is not None:
     print(f'stopped at step {int(state.step)}; the same command resumes')
     return 130 if stopped_by == signal.SIGINT else 0
-  evaluate(config, run, settings, workdir)
+  evaluate(config, run, workdir)
   return 0
 
 
@@ -259,40 +266,28 @@ def export(config, run, settings, state, workdir):
     schedule=config.loss.schedule,
     dtype=config.saved_dtype,
   )
-  texts = [document.text for part in run.corpus for document in part]
-  entropies = data.ngram_entropies('\n\n'.join(texts))
-  _write_json(
-    workdir / 'model' / 'training.json',
-    {
-      'step': int(state.step),
-      'config': settings['config'],
-      'corpus_sha256': settings['corpus_sha256'],
-      'corpus_entropies_bits_per_character': entropies,
-    },
-  )
+  history = {'step': int(state.step), **settings}
+  del history['tokenizer']
+  _write_json(workdir / 'model' / 'training.json', history)
 
 
-def evaluate(config, run, settings, workdir):
+def evaluate(config, run, workdir):
   """Prints and writes the bound of the model as saved on held-out text."""
   model = directory.load(workdir / 'model')
   history = json.loads((workdir / 'model' / 'training.json').read_text())
-  seconds = settings['seconds']
+  report = evaluation.evaluate_documents(
+    model.denoiser,
+    model.params,
+    model.tokenizer,
+    run.corpus.validation,
+    length=config.data.length,
+    schedule=model.schedule,
+    **config.evaluation,
+  )
+  seconds = history['train_seconds']
   tokens = config.steps * config.data.batch_size * config.data.length
-  report = {
-    **evaluation.evaluate_documents(
-      model.denoiser,
-      model.params,
-      model.tokenizer,
-      run.corpus.validation,
-      length=config.data.length,
-      schedule=model.schedule,
-      **config.evaluation,
-    ),
-    **history,
-    'train_seconds': seconds,
-    'train_tokens_per_second': tokens / seconds,
-    **evaluation.environment(),
-  }
+  speed = {'train_tokens_per_second': tokens / seconds}
+  report = {**report, **history, **speed, **evaluation.environment()}
   _write_json(workdir / 'evaluation.json', report)
   print(evaluation.summary(report))
   print(

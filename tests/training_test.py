@@ -57,7 +57,7 @@ def make_batch(num_rows=256, length=8, seed=0):
 
 
 @functools.cache
-def make_adamw(**changes):
+def make_optimizer(**changes):
   options = {
     'steps': 100,
     'learning_rate': 1e-2,
@@ -65,7 +65,7 @@ def make_adamw(**changes):
     'weight_decay': 0.1,
     'clip_norm': 1.0,
   }
-  return training.adamw(**options | changes)
+  return training.make_optimizer(**options | changes)
 
 
 @functools.cache
@@ -76,7 +76,7 @@ def make_step(denoiser, optimizer, ema_decay, **options):
 
 
 def make_run(denoiser=BAG, *, optimizer=None, ema_decay=0.9, **options):
-  optimizer = optimizer or make_adamw()
+  optimizer = optimizer or make_optimizer()
   step = make_step(denoiser, optimizer, ema_decay, **options)
   return step, training.init_state(init_params(denoiser), optimizer)
 
@@ -102,7 +102,7 @@ def test_two_strings_are_learned_to_one_bit():
   batch = make_batch(256, 2)
   batch['ids'] = np.array([[2, 3], [3, 2]] * 128, np.int32)
   step, state = make_run(
-    optimizer=make_adamw(weight_decay=0.0, learning_rate=0.1)
+    optimizer=make_optimizer(weight_decay=0.0, learning_rate=0.1)
   )
   bounds = []
   for _ in range(100):
@@ -124,7 +124,7 @@ def test_rows_without_a_mask_are_counted_and_stay_in_the_average():
 
 def test_nothing_to_supervise_changes_nothing():
   batch = make_batch() | {'valid': np.zeros((256, 8), bool)}
-  step, state = make_run(optimizer=make_adamw(weight_decay=0.0))
+  step, state = make_run(optimizer=make_optimizer(weight_decay=0.0))
   before = jax.tree.map(np.array, state)
   state, metrics = step(state, batch, KEY)
   assert metrics.bound.mean == 0
@@ -236,7 +236,7 @@ def test_decay_is_on_matrices_only():
     },
   }
   zeros = jax.tree.map(jnp.zeros_like, params)
-  after = update_of(make_adamw(), params, [zeros])
+  after = update_of(make_optimizer(), params, [zeros])
   # First step: learning rate 0.01 times decay 0.1.
   np.testing.assert_allclose(after['embedding'], 0.999, rtol=1e-6)
   np.testing.assert_allclose(after['blocks']['mlp']['kernel'], 0.999, rtol=1e-6)
@@ -247,7 +247,7 @@ def test_decay_is_on_matrices_only():
 def test_every_matrix_of_the_transformer_is_decayed_and_no_norm():
   params = transformer.init(CONFIG, KEY)
   zeros = jax.tree.map(jnp.zeros_like, params)
-  after = update_of(make_adamw(), params, [zeros])
+  after = update_of(make_optimizer(), params, [zeros])
   for path, leaf in jax.tree_util.tree_leaves_with_path(params):
     name = jax.tree_util.keystr(path)
     new = after
@@ -259,7 +259,7 @@ def test_every_matrix_of_the_transformer_is_decayed_and_no_norm():
 
 def test_learning_rate_warms_up_and_falls_to_zero():
   # A constant gradient moves Adam by the learning rate at every step.
-  optimizer = make_adamw(
+  optimizer = make_optimizer(
     steps=20, warmup_steps=10, learning_rate=0.1, weight_decay=0.0
   )
   params, state = {'w': jnp.zeros((1, 1))}, None
@@ -275,7 +275,7 @@ def test_learning_rate_warms_up_and_falls_to_zero():
 
 
 def test_gradients_are_clipped_to_the_global_norm():
-  optimizer = make_adamw(clip_norm=1.0, weight_decay=0.0)
+  optimizer = make_optimizer(clip_norm=1.0, weight_decay=0.0)
   params = {'a': jnp.zeros((1, 1)), 'b': jnp.zeros((1, 1))}
 
   def gradient(scale):
@@ -308,7 +308,7 @@ def test_gradients_are_clipped_to_the_global_norm():
 def test_impossible_optimizers_are_refused(changes):
   (name,) = changes
   with pytest.raises(ValueError, match=name):
-    make_adamw(**changes)
+    make_optimizer(**changes)
 
 
 @pytest.mark.parametrize('options', [{'ema_decay': 1.0}, {'t_min': 1.0}])
@@ -377,7 +377,7 @@ def test_divergence_names_the_step():
   denoiser = predict.Denoiser(
     lambda params, cache, ids, **_: (jax.nn.one_hot(ids, 9), ()), head
   )
-  optimizer = make_adamw()
+  optimizer = make_optimizer()
   step = training.train_step(denoiser, optimizer, vocab=VOCAB, ema_decay=0.9)
   state = training.init_state({'w': jnp.ones((1, 9))}, optimizer)
   _, metrics = step(state, make_batch(), KEY)
