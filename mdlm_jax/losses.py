@@ -192,8 +192,8 @@ def _weighted_sum(target_log_probs, masked, valid, weight):
   # Both factors are replaced before the product: 0 * inf would give NaN in the
   # value or in the gradient.
   weight = jnp.where(masked, weight[:, None], 0.0)
-  nats = jnp.where(masked, -target_log_probs.astype(jnp.float32), 0.0)
-  return jnp.sum(weight * nats)
+  nats = jnp.where(masked, -target_log_probs, 0.0)
+  return jnp.sum(weight * nats, dtype=jnp.float32)
 
 
 def _count(positions):

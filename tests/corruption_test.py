@@ -161,6 +161,18 @@ def test_the_mask_id_is_the_one_given():
   np.testing.assert_array_equal(result.corrupted_ids, 5)
 
 
+def test_noise_equal_to_the_probability_does_not_mask():
+  # Uniforms are in [0, 1): masked with probability p exactly.
+  result = corrupt_with_noise(
+    jnp.array([[0.0, 0.5], [0.0, 0.5]]),
+    jnp.array([[3, 4], [3, 4]]),
+    jnp.array([0.0, 0.5]),
+    jnp.ones((2, 2), bool),
+    mask_id=MASK,
+  )
+  np.testing.assert_array_equal(result.masked, [[False, False], [True, False]])
+
+
 def test_a_count_in_place_of_a_probability_is_refused():
   ids = jnp.zeros((2, 4), int)
   valid = jnp.ones((2, 4), bool)

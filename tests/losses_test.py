@@ -237,6 +237,13 @@ def test_totals_of_two_devices_add_up_to_the_whole(loss):
   assert float(second.mean) == 0.0
 
 
+def test_the_mean_of_nothing_is_zero_with_zero_gradient():
+  def mean(total):
+    return losses.Total(total, jnp.array(0.0)).mean
+
+  assert jax.value_and_grad(mean)(jnp.array(1.0)) == (0.0, 0.0)
+
+
 def test_one_division_after_the_sum():
   batches = [losses.Total(jnp.array(200.0), jnp.array(100.0))]
   batches.append(losses.Total(jnp.array(40.0), jnp.array(10.0)))
@@ -291,6 +298,13 @@ def test_jit_equals_eager_and_the_sum_is_float32_for_bfloat16(loss):
   assert low.sum.dtype == low.count.dtype == jnp.float32
 
 
+def test_sums_do_not_drift_in_bfloat16():
+  one = jnp.ones((1, 100_000), bool)
+  log_probs = -jnp.ones(one.shape, jnp.bfloat16)
+  total = continuous_bound(log_probs, one, one, jnp.ones(1, jnp.bfloat16))
+  assert float(total.sum) == float(total.count) == 100_000
+
+
 @each_loss
 def test_wrong_shapes_are_refused(loss):
   good = jnp.ones((2, 4), bool)
@@ -315,6 +329,16 @@ def test_options_change_the_loss():
   # ... and for the cosine 2 * 1 against 4 (1 - sin(pi/8) / sin(pi/4)).
   expected = 2 * (1 - np.sin(np.pi / 8) / np.sin(np.pi / 4))
   assert float(fine.sum / coarse.sum) == pytest.approx(expected, rel=1e-5)
+
+
+def test_steps_of_the_chain_are_found_whatever_the_rounding_of_the_grid():
+  # In float32 i / 41 * 41 falls below i for i = 1, 2, 4.
+  t = jnp.arange(1, 42) / 41
+  one = jnp.ones((41, 1), bool)
+  sums = _per_row(functools.partial(discrete_bound, num_steps=41))(
+    -jnp.ones(one.shape), one, one, t
+  )
+  np.testing.assert_allclose(sums, 41 / np.arange(1, 42), rtol=1e-4)
 
 
 def test_a_chain_without_steps_is_refused():

@@ -276,6 +276,17 @@ def test_systematic_times_are_equally_spaced():
   np.testing.assert_allclose(np.diff(np.sort(times)), 1 / 12, atol=1e-6)
 
 
+@pytest.mark.parametrize('name', DRAWS)
+def test_times_are_never_zero(name, monkeypatch):
+  # The smallest and the largest number that `jax.random.uniform` can return.
+  for uniform in (0.0, 1 - 2**-23):
+    monkeypatch.setattr(
+      jax.random, 'uniform', lambda _, u=uniform: jnp.array(u)
+    )
+    times = getattr(schedules, name)(jax.random.key(0), jnp.arange(4), 4)
+    assert times.min() > 0 and times.max() <= 1
+
+
 def test_the_three_draws_differ_and_depend_on_the_key():
   times = [
     np.array(draw(jax.random.key(seed), jnp.arange(12), 12))
