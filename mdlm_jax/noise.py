@@ -11,9 +11,7 @@ import jax
 from jaxtyping import Array, Float, Int, Key
 
 
-def row_keys(
-  key: Key[Array, ''], row_ids: Int[Array, 'B']
-) -> Key[Array, 'B']:
+def row_keys(key: Key[Array, ''], row_ids: Int[Array, 'B']) -> Key[Array, 'B']:
   """One key per row, a function of `key` and the global row id only.
 
   Args:
