@@ -22,8 +22,7 @@ class HeldOutBound(NamedTuple):
   Attributes:
     nats_per_token: mean over the replicates.
     standard_error: of that mean, from the spread of the replicates; it is the
-      noise of the estimate on this text, not of the choice of the text. NaN
-      for a single replicate.
+      noise of the estimate on this text, not of the choice of the text.
     num_tokens: tokens scored, each once per replicate.
   """
 
@@ -65,31 +64,26 @@ def held_out_bound(
     valid: False at filling, which is neither seen nor counted. Shape `[N, L]`.
     vocab: roles of the ids.
     schedule: masking schedule the network was trained with; None: linear.
-    num_replicates: independent passes over the text, at least 1.
+    num_replicates: independent passes over the text, at least 2.
     batch_size: rows per network call, at least 1.
     t_min: noise levels are drawn from (t_min, 1]. What is left out below
       t_min, the easiest part, is replaced by the mean over the rest: the
       estimate is too high by less than t_min times itself.
 
   Raises:
-    ValueError: a number below 1, or no valid token.
+    ValueError: too few replicates or rows per call, or no valid token.
   """
-  for name, value in (
-    ('num_replicates', num_replicates),
-    ('batch_size', batch_size),
-  ):
-    if value < 1:
-      raise ValueError(f'{name}={value} must be at least 1')
+  if num_replicates < 2:
+    raise ValueError(
+      f'{num_replicates=} must be at least 2 for a standard error'
+    )
+  if batch_size < 1:
+    raise ValueError(f'{batch_size=} must be at least 1')
   if not np.any(valid):
     raise ValueError('no token to evaluate')
   times_key, corruption_key = jax.random.split(key)
   num_rows = len(ids)
-  t = np.concatenate(
-    [
-      _dealt_times(jax.random.fold_in(times_key, i), num_rows, t_min)
-      for i in range(num_replicates)
-    ]
-  )
+  t = _dealt_times(times_key, num_replicates, num_rows, t_min)
   sums = []
   for start in range(0, len(t), batch_size):
     # The last batch is filled up with rows that have no valid token.
@@ -112,9 +106,7 @@ def held_out_bound(
   totals = np.concatenate(jax.device_get(sums))[: len(t)].astype(np.float64)
   num_tokens = int(np.sum(valid))
   estimates = totals.reshape(num_replicates, -1).sum(1) / num_tokens
-  error = math.nan
-  if num_replicates > 1:
-    error = float(np.std(estimates, ddof=1)) / math.sqrt(num_replicates)
+  error = float(np.std(estimates, ddof=1)) / math.sqrt(num_replicates)
   return HeldOutBound(float(np.mean(estimates)), error, num_tokens)
 
 
@@ -198,13 +190,16 @@ def environment() -> dict:
   }
 
 
-def _dealt_times(key, num_rows, t_min) -> np.ndarray:
-  """Stratified times, one per row, in random order."""
-  deal_key, draw_key = jax.random.split(key)
-  strata = jax.random.permutation(deal_key, num_rows)
-  return np.asarray(
-    schedules.stratified_times(draw_key, strata, num_rows, t_min=t_min)
-  )
+def _dealt_times(key, num_replicates, num_rows, t_min) -> np.ndarray:
+  """Stratified times, dealt to the rows at random in every replicate."""
+
+  def deal(key):
+    deal_key, draw_key = jax.random.split(key)
+    strata = jax.random.permutation(deal_key, num_rows)
+    return schedules.stratified_times(draw_key, strata, num_rows, t_min=t_min)
+
+  keys = jax.random.split(key, num_replicates)
+  return np.asarray(jax.vmap(deal)(keys)).reshape(-1)
 
 
 @functools.partial(jax.jit, static_argnames=('denoiser', 'vocab', 'schedule'))
