@@ -35,7 +35,7 @@ def get_config() -> ConfigDict:
   model.dtype = 'float32'  # Compute: 'float32' or 'bfloat16'.
 
   config.optimizer = optimizer = ConfigDict()
-  optimizer.muon_learning_rate = 0.04  # Of Muon on matrices; 0: AdamW's job.
+  optimizer.muon_learning_rate = 0.04  # Of Muon on matrices; 0: AdamW everywhere.
   optimizer.learning_rate = 2e-3  # The highest of AdamW, after the warm-up.
   optimizer.warmup_steps = 500  # Of linear growth from 0.
   optimizer.weight_decay = 0.1  # On matrices only.

@@ -1,6 +1,7 @@
 """Checks of values that work on concrete and on traced arrays."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import checkify
 from jaxtyping import Array, Bool
@@ -10,14 +11,22 @@ def check_values(holds: Bool[Array, '...'], message: str) -> None:
   """Raises unless `holds` is true everywhere.
 
   Args:
-    holds: what must be true.
-    message: names the argument and what it must be.
+    holds: what must be true; an axis, if any, counts rows.
+    message: names the argument and what it must be; the first row that is
+      wrong is added.
 
   Raises:
     ValueError: `holds` is concrete and false somewhere. A traced `holds` is
       silent under plain `jit` and found by `checkify.checkify`.
   """
-  if isinstance(holds, jax.core.Tracer):
-    checkify.debug_check(holds.all(), message)
-  elif not np.all(holds):
-    raise ValueError(message)
+  traced = isinstance(holds, jax.core.Tracer)
+  if not traced and np.all(holds):
+    return
+  values = {}
+  if holds.ndim:
+    message += ' (row {row})'
+    values = {'row': jnp.argmin(holds.reshape(holds.shape[0], -1).all(1))}
+  if traced:
+    checkify.debug_check(holds.all(), message, **values)
+  else:
+    raise ValueError(message.format(**values))

@@ -7,14 +7,14 @@ unchecked; the rules of the sampler are built from the same two.
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import checkify
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
+
+from mdlm_jax.checks import check_values
 
 
 def top_eligible(
@@ -130,22 +130,15 @@ def reverse_update(
       f'reveal_counts must hold one count per row, shape {shape[:1]}, not '
       f'{arrays["reveal_counts"].shape}'
     )
-  next_x, faults = _reverse_update(
+  next_x, holds = _reverse_update(
     **arrays, mask_id=int(mask_id), pad_id=int(pad_id)
   )
-  _report(faults)
+  for rows, message in zip(holds, _MUST_HOLD, strict=True):
+    check_values(rows, message)
   return next_x
 
 
-class _Faults(NamedTuple):
-  """What is wrong with a row's values, each `[B]`; the names are messages."""
-
-  count_out_of_range: Array
-  forbidden_commit: Array
-  nan_confidence: Array
-
-
-_MESSAGES = _Faults(
+_MUST_HOLD = (
   'reveal_counts must lie between 0 and the number of eligible positions',
   'candidate_ids must not be MASK or PAD where it is committed',
   'confidence must not be NaN at an eligible position',
@@ -160,23 +153,12 @@ def _reverse_update(
   write = jax.vmap(top_eligible)(confidence, eligible, reveal_counts)
   candidate_ids = candidate_ids.astype(x.dtype)
   forbidden = (candidate_ids == mask_id) | (candidate_ids == pad_id)
-  faults = _Faults(
-    (reveal_counts < 0) | (reveal_counts > eligible.sum(1)),
-    (write & forbidden).any(1),
-    (eligible & jnp.isnan(confidence)).any(1),
+  holds = (
+    (reveal_counts >= 0) & (reveal_counts <= eligible.sum(1)),
+    ~(write & forbidden).any(1),
+    ~(eligible & jnp.isnan(confidence)).any(1),
   )
-  return commit(x, candidate_ids, write), faults
-
-
-def _report(faults: _Faults) -> None:
-  """Raises on concrete faults; leaves traced ones to `checkify`."""
-  for message, rows in zip(_MESSAGES, faults, strict=True):
-    if isinstance(rows, jax.core.Tracer):
-      checkify.debug_check(
-        ~rows.any(), message + ' (row {row})', row=jnp.argmax(rows)
-      )
-    elif rows.any():
-      raise ValueError(f'{message} (row {int(np.argmax(rows))})')
+  return commit(x, candidate_ids, write), holds
 
 
 def _typed(name, value, kind) -> Array:
