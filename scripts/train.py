@@ -62,9 +62,16 @@ class Run(NamedTuple):
 
 def prepare(config: ConfigDict) -> Run:
   """Reads and checks everything; writes nothing."""
-  for name in ('log_every', 'checkpoint_every', 'keep_checkpoints'):
-    if config[name] < 1:
-      raise ValueError(f'{name}={config[name]} must be at least 1')
+  for name, value, least in (
+    ('log_every', config.log_every, 1),
+    ('checkpoint_every', config.checkpoint_every, 1),
+    ('keep_checkpoints', config.keep_checkpoints, 1),
+    ('data.batch_size', config.data.batch_size, 1),
+    ('evaluation.batch_size', config.evaluation.batch_size, 1),
+    ('evaluation.num_replicates', config.evaluation.num_replicates, 2),
+  ):
+    if value < least:
+      raise ValueError(f'config.{name}={value} must be at least {least}')
   if config.saved_dtype not in ('float32', 'bfloat16'):
     raise ValueError(
       f"saved_dtype={config.saved_dtype!r} must be 'float32' or 'bfloat16'"
@@ -173,7 +180,9 @@ def recorder(workdir: pathlib.Path, start: int, config: ConfigDict):
     for name, value in row.items():
       board.add_scalar(name, value, step)
     bar.set_postfix_str(
-      f'{row["bound"]:.3f} nats/token, {row["tokens_per_second"]:,.0f} tokens/s'
+      f'{row["bound"]:.3f} nats/token, '
+      f'{row["tokens_per_second"]:,.0f} tokens/s',
+      refresh=False,
     )
 
   with (

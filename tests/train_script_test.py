@@ -1,0 +1,300 @@
+"""scripts/train.py and scripts/evaluate.py from the user's side."""
+
+import importlib.util
+import json
+import math
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from mdlm_jax import checkpoints, data, training
+from mdlm_jax.models import directory, transformer
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def load_file(path):
+  spec = importlib.util.spec_from_file_location(path.stem + '_file', path)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
+
+
+train_script = load_file(ROOT / 'scripts' / 'train.py')
+TINY = load_file(ROOT / 'configs' / 'tiny.py')
+
+
+def tiny_config(text_file, **changes) -> ConfigDict:
+  config = TINY.get_config()
+  config.update_from_flattened_dict(
+    {
+      'steps': 6,
+      'log_every': 2,
+      'checkpoint_every': 3,
+      'data.files': str(text_file),
+      'model.num_layers': 1,
+      'optimizer.warmup_steps': 2,
+    }
+    | changes
+  )
+  return config
+
+
+@pytest.fixture(scope='module')
+def text_file(tmp_path_factory):
+  path = tmp_path_factory.mktemp('text') / 'text.txt'
+  rng = np.random.default_rng(0)
+  words = rng.choice(['red ', 'blue ', 'green\n', 'the '], 2000)
+  path.write_text(''.join(words))
+  return path
+
+
+@pytest.fixture(scope='module')
+def finished(text_file, tmp_path_factory):
+  """The work directory of an unbroken run of 6 steps."""
+  workdir = tmp_path_factory.mktemp('run') / 'workdir'
+  assert train_script.train(tiny_config(text_file), workdir) == 0
+  return workdir
+
+
+def metrics_of(workdir):
+  lines = (workdir / 'metrics.jsonl').read_text().splitlines()
+  rows = [json.loads(line) for line in lines]
+  for row in rows:
+    del row['tokens_per_second']
+  return rows
+
+
+def test_run_leaves_everything(finished):
+  assert sorted(p.name for p in (finished / 'checkpoints').iterdir()) == [
+    '3',
+    '6',
+  ]
+  rows = metrics_of(finished)
+  assert [row['step'] for row in rows] == [2, 4, 6]
+  assert set(rows[0]) == {
+    'step',
+    'bound',
+    'masked_cross_entropy',
+    'weighted_sum',
+    'empty_rows',
+    'gradient_norm',
+  }
+  assert list(finished.glob('events.out.tfevents.*'))
+  model = directory.load(finished / 'model')
+  assert model.config.num_layers == 1
+  assert (
+    model.tokenizer.decode(model.tokenizer.encode('the red\n')) == 'the red\n'
+  )
+
+
+def test_report_of_the_run(finished, text_file):
+  report = json.loads((finished / 'evaluation.json').read_text())
+  held_out = data.read_corpus(str(text_file)).validation[0].text
+  assert report['num_characters'] == report['num_tokens'] == len(held_out)
+  np.testing.assert_allclose(
+    report['bits_per_character'], report['nats_per_token'] / math.log(2)
+  )
+  assert 0 < report['bits_per_character_standard_error'] < 1
+  # The two parts are joined by a blank line here.
+  np.testing.assert_allclose(
+    report['corpus_entropies_bits_per_character'],
+    data.ngram_entropies(text_file.read_text()),
+    atol=0.01,
+  )
+  assert report['config']['steps'] == report['step'] == 6
+  assert report['versions']['jax'] == jax.__version__
+  assert report['train_tokens_per_second'] > 0
+
+
+def test_resumed_run_equals_the_unbroken_one(
+  finished, text_file, tmp_path, capsys
+):
+  workdir = tmp_path / 'workdir'
+  shutil.copytree(finished, workdir)
+  shutil.rmtree(workdir / 'checkpoints' / '6')
+  shutil.rmtree(workdir / 'model')
+  assert train_script.train(tiny_config(text_file), workdir) == 0
+  assert f'resuming {workdir} at step 3\n' in capsys.readouterr().out
+  assert (workdir / 'model' / 'model.safetensors').read_bytes() == (
+    finished / 'model' / 'model.safetensors'
+  ).read_bytes()
+  # Steps 5 and 6 are one row of the log in both.
+  assert metrics_of(workdir)[-1] == metrics_of(finished)[-1]
+  assert [row['step'] for row in metrics_of(workdir)] == [2, 4, 6]
+  first, second = (
+    json.loads((path / 'evaluation.json').read_text())
+    for path in (finished, workdir)
+  )
+  for name in ('nats_per_token', 'nats_per_token_standard_error'):
+    assert first[name] == second[name]
+  # And all of the train state and the data position.
+  states = [state_of(path, text_file) for path in (finished, workdir)]
+  jax.tree.map(np.testing.assert_array_equal, *states)
+
+
+def state_of(workdir, text_file):
+  run = train_script.prepare(tiny_config(text_file))
+  iterator = data.batches(run.windows, batch_size=16, seed=0)
+  fresh = training.init_state(
+    transformer.init(run.model, run.init_key), run.optimizer
+  )
+  with checkpoints.open_directory(workdir / 'checkpoints') as store:
+    state = checkpoints.restore(store, fresh, iterator)
+  return state, next(iterator)
+
+
+@pytest.mark.parametrize(
+  ('changes', 'message'),
+  [
+    ({'seed': 1}, 'config.seed=0, not 1'),
+    ({'data.length': 16}, 'config.data.length=32, not 16'),
+    ({'model.num_layers': 2}, 'config.model.num_layers=1, not 2'),
+    ({'ema_decay': 0.5}, 'config.ema_decay=0.9, not 0.5'),
+    ({'steps': 5}, 'at step 6, beyond steps=5'),
+  ],
+)
+def test_another_run_is_not_resumed(finished, text_file, changes, message):
+  before = snapshot(finished)
+  with pytest.raises(ValueError, match=message):
+    train_script.train(tiny_config(text_file, **changes), finished)
+  assert snapshot(finished) == before
+
+
+def test_changed_text_is_not_resumed(finished, text_file):
+  content = text_file.read_text()
+  try:
+    text_file.write_text(content + 'the end')
+    with pytest.raises(ValueError, match='another text'):
+      train_script.train(tiny_config(text_file), finished)
+  finally:
+    text_file.write_text(content)
+
+
+def snapshot(directory_):
+  return {
+    path: path.stat().st_mtime_ns
+    for path in directory_.rglob('*')
+    if path.is_file()
+  }
+
+
+@pytest.mark.parametrize(
+  ('changes', 'message'),
+  [
+    ({'data.files': '/no/such/file.txt'}, 'no such file: /no/such/file.txt'),
+    ({'data.length': 10**6}, r'text\.txt: \d+ tokens .* length 1000000'),
+    ({'data.batch_size': 0}, 'batch_size=0'),
+    ({'data.bpe_vocab_size': 10}, 'vocab_size=10'),
+    ({'data.split': 'half'}, "split='half'"),
+    ({'model.num_heads': 5}, 'model_dim=32'),
+    ({'model.dtype': 'int8'}, 'int8'),
+    ({'optimizer.warmup_steps': 6}, 'warmup_steps=6'),
+    ({'steps': 0}, 'steps=0'),
+    ({'loss.schedule': 'none'}, "schedule='none'"),
+    ({'loss.t_min': -1.0}, 't_min=-1.0'),
+    ({'log_every': 0}, 'log_every=0'),
+    ({'keep_checkpoints': 0}, 'keep_checkpoints=0'),
+    ({'evaluation.num_replicates': 1}, 'num_replicates=1'),
+    ({'evaluation.batch_size': 0}, 'evaluation.batch_size=0'),
+    ({'saved_dtype': 'float16'}, "saved_dtype='float16'"),
+  ],
+)
+def test_mistakes_are_found_before_anything_is_written(
+  text_file, tmp_path, changes, message
+):
+  with pytest.raises((ValueError, OSError), match=message):
+    train_script.train(tiny_config(text_file, **changes), tmp_path / 'run')
+  assert not (tmp_path / 'run').exists()
+
+
+def test_divergence_is_named_and_not_saved(text_file, tmp_path):
+  config = tiny_config(
+    text_file, **{'optimizer.learning_rate': 1e30, 'steps': 100}
+  )
+  with pytest.raises(FloatingPointError, match='diverged at step'):
+    train_script.train(config, tmp_path)
+  with checkpoints.open_directory(tmp_path / 'checkpoints') as store:
+    assert checkpoints.latest_step(store) in (None, 3)
+
+
+def send_when_running(kind, workdir, num_rows):
+  def wait_and_send():
+    log = workdir / 'metrics.jsonl'
+    while not log.exists() or len(log.read_text().splitlines()) < num_rows:
+      time.sleep(0.02)
+    os.kill(os.getpid(), kind)
+
+  threading.Thread(target=wait_and_send, daemon=True).start()
+
+
+def test_interruptions_save_and_the_run_goes_on(text_file, tmp_path, capsys):
+  config = tiny_config(
+    text_file, steps=10**6, checkpoint_every=10**6, log_every=1
+  )
+  steps = []
+  for kind, code, num_rows in (
+    (signal.SIGINT, 130, 1),
+    (signal.SIGTERM, 0, 100),
+  ):
+    send_when_running(kind, tmp_path, num_rows)
+    assert train_script.train(config, tmp_path) == code
+    out = capsys.readouterr().out
+    steps.append(int(re.search(r'stopped at step (\d+)', out)[1]))
+    with checkpoints.open_directory(tmp_path / 'checkpoints') as store:
+      assert checkpoints.latest_step(store) == steps[-1]
+    assert [row['step'] for row in metrics_of(tmp_path)] == list(
+      range(1, steps[-1] + 1)
+    )
+    directory.load(tmp_path / 'model')
+    assert not (tmp_path / 'evaluation.json').exists()
+  assert f'resuming {tmp_path} at step {steps[0]}\n' in out
+  assert steps[0] < steps[1]
+
+
+def run_script(name, *arguments):
+  return subprocess.run(
+    [sys.executable, ROOT / 'scripts' / name, *arguments],
+    env={**os.environ, 'PYTHONPATH': str(ROOT)},
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+
+
+def test_train_program_reports_a_mistake_in_one_line(tmp_path):
+  result = run_script(
+    'train.py',
+    f'--config={ROOT / "configs" / "tiny.py"}',
+    f'--workdir={tmp_path / "run"}',
+    '--config.data.files=missing.txt',
+  )
+  assert result.returncode == 2
+  assert result.stderr == 'error: no such file: missing.txt\n'
+  assert result.stdout == ''
+  assert not (tmp_path / 'run').exists()
+
+
+def test_evaluate_program_repeats_the_report_of_the_run(finished):
+  result = run_script(
+    'evaluate.py', f'--checkpoint={finished}', '--num_replicates=2', '--json'
+  )
+  assert result.returncode == 0, result.stderr
+  report = json.loads(result.stdout)
+  of_the_run = json.loads((finished / 'evaluation.json').read_text())
+  for name in ('num_tokens', 'seed', 'corpus_sha256', 'versions'):
+    assert report[name] == of_the_run[name]
+  np.testing.assert_allclose(
+    report['nats_per_token'], of_the_run['nats_per_token'], rtol=1e-5
+  )
