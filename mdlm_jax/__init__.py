@@ -5,7 +5,7 @@ text, training and evaluation in `mdlm_jax.data`, `mdlm_jax.training` and
 `mdlm_jax.evaluation`; exact laws on small spaces in `mdlm_jax.oracle`.
 """
 
-from mdlm_jax.canvas import Canvas, from_prompts, from_rows
+from mdlm_jax.canvas import Canvas, from_prompts, from_rows, row_from_template
 from mdlm_jax.corruption import Corruption, corrupt
 from mdlm_jax.draws import Draw, categorical
 from mdlm_jax.losses import (
@@ -19,7 +19,7 @@ from mdlm_jax.losses import (
 from mdlm_jax.predict import Denoiser, target_log_probs
 from mdlm_jax.reverse import commit, reverse_update, top_eligible
 from mdlm_jax.rules import Rule, by_confidence, kernel
-from mdlm_jax.sampling import SampleResult, sample
+from mdlm_jax.sampling import SampleResult, check_finite, sample
 from mdlm_jax.schedules import (
   Schedule,
   cosine,
@@ -52,6 +52,7 @@ __all__ = [
   'by_confidence',
   'carry_over',
   'categorical',
+  'check_finite',
   'commit',
   'continuous_bound',
   'corrupt',
@@ -71,6 +72,7 @@ __all__ = [
   'polynomial',
   'reveal_probability',
   'reverse_update',
+  'row_from_template',
   'sample',
   'stratified_times',
   'systematic_times',

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mdlm_jax.canvas import from_prompts, from_rows
+from mdlm_jax.canvas import from_prompts, from_rows, row_from_template
 from mdlm_jax.vocab import Vocab
 
 VOCAB = Vocab(size=10, mask_id=1, pad_id=0)
@@ -53,3 +53,30 @@ def test_impossible_rows_raise(rows, length, message):
 def test_prompts_need_something_to_generate():
   with pytest.raises(ValueError, match='num_tokens=0 must be at least 1'):
     from_prompts([[5]], 0, VOCAB)
+
+
+def letters(text):
+  return [ord(letter) for letter in text]
+
+
+@pytest.mark.parametrize(
+  ('template', 'row'),
+  [
+    ('ab{2}c', [97, 98, None, None, 99]),
+    ('{1}{2}', [None] * 3),
+    ('{{{1}}}', [123, None, 125]),
+    ('{{1}}{12}', [123, 49, 125] + [None] * 12),
+    ('_{1}_', [95, None, 95]),
+  ],
+)
+def test_templates_hold_text_and_holes(template, row):
+  assert row_from_template(template, letters) == row
+
+
+@pytest.mark.parametrize(
+  'template',
+  ['', 'abc', '{{2}}', '{}', '{0}', '{-1}', '{x}', '{2', '2}', '{ 2}'],
+)
+def test_templates_without_proper_holes_are_refused(template):
+  with pytest.raises(ValueError, match='hole'):
+    row_from_template(template, letters)

@@ -121,6 +121,12 @@ def test_reference_comes_from_the_corpus_of_the_model(step_count, tmp_path):
   reference = step_count.read_reference(tmp_path)
   assert reference.held_out == 'dabcd'
   assert reference.model.tables[3].counts.sum() == 95 - 3
+  # What a shipped model has beside it is the same without its corpus.
+  (tmp_path / 'shipped').mkdir()
+  step_count.write_reference(tmp_path, tmp_path / 'shipped')
+  shipped = step_count.read_reference(tmp_path / 'shipped')
+  assert shipped.held_out == reference.held_out
+  jax.tree.map(np.testing.assert_array_equal, shipped.model, reference.model)
 
 
 def test_step_count_runs_on_a_small_model(tmp_path, capsys):

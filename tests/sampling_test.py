@@ -241,6 +241,10 @@ def test_unusable_logits_raise_and_name_the_row(bad):
   canvas = from_prompts([[], []], 4, VOCAB)
   with pytest.raises(ValueError, match=r'non-finite logits.*row\(s\) \[1\]'):
     run(stub(spoilt), canvas, rules.by_confidence(2))
+  # An outer jit cannot raise; the check comes after it.
+  compiled = jax.jit(lambda: run(stub(spoilt), canvas, rules.by_confidence(2)))
+  with pytest.raises(ValueError, match=r'non-finite logits.*row\(s\) \[1\]'):
+    sampling.check_finite(compiled())
 
 
 def test_one_program_for_a_second_prompt_of_the_same_shape():

@@ -1,11 +1,13 @@
 """Runs the programs of scripts/ inside the test process."""
 
+import contextlib
 import importlib.util
 import pathlib
 import types
 
 from absl import flags
-from absl.testing import flagsaver
+
+from mdlm_jax import command_line  # noqa: F401  Defines absl's own flags.
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -22,7 +24,7 @@ def run(name: str, *arguments: str, **replaced) -> types.ModuleType:
     The module. Mistakes of the user leave as the exceptions that
     `command_line.run` turns into one line.
   """
-  with flagsaver.flagsaver():  # Forgets the script's flags afterwards.
+  with _no_other_flags():
     module = _load(name)
     for attribute, value in replaced.items():
       getattr(module, attribute)  # It must exist.
@@ -34,8 +36,21 @@ def run(name: str, *arguments: str, **replaced) -> types.ModuleType:
 
 def load(name: str) -> types.ModuleType:
   """The script as a module, for its functions that read no flags."""
-  with flagsaver.flagsaver():
+  with _no_other_flags():
     return _load(name)
+
+
+@contextlib.contextmanager
+def _no_other_flags():
+  """Scripts share names of flags, which absl keeps once per process."""
+  before = dict(flags.FLAGS.__dict__)
+  flags.FLAGS.__dict__.clear()
+  flags.FLAGS.__init__()
+  try:
+    yield
+  finally:
+    flags.FLAGS.__dict__.clear()
+    flags.FLAGS.__dict__.update(before)
 
 
 def _load(name):

@@ -10,9 +10,10 @@ pairs over all samples, and the share of 4-grams that a sample repeats. Real
 held-out text in pieces of the same size is the line to compare with. Means over
 samples, with their standard error.
 
-The shipped model has its order-3 counts (ngrams.npz) and a piece of its
-held-out text (heldout.txt) beside it, made from the text that it was trained
-on; for another model both come from the corpus that its training.json names.
+The shipped model has the order-3 counts of its training text (ngrams.npz) and
+the beginnings of its held-out texts (heldout.txt) beside it, as written by
+--write_reference; for another model both come from the corpus that its
+training.json names.
 
 Takes under a minute for the shipped model, half of it compilation.
 """
@@ -56,11 +57,18 @@ _LENGTH = flags.DEFINE_integer(
 _NUM_SAMPLES = flags.DEFINE_integer('num_samples', 16, 'Samples per point.', 2)
 _TEMPERATURE = flags.DEFINE_float('temperature', 1.0, 'Of the draws.', 0.0)
 _SEED = flags.DEFINE_integer('seed', 0, 'Of the samples.', 0, 2**32 - 1)
+_WRITE_REFERENCE = flags.DEFINE_string(
+  'write_reference',
+  None,
+  'Only writes ngrams.npz and heldout.txt into this directory, from the corpus '
+  'of the checkpoint.',
+)
 _PLOT = flags.DEFINE_string('plot', None, 'Writes a plot to this file.')
 _JSON = flags.DEFINE_string('json', None, 'Writes the numbers to this file.')
 
 ORDER = 3
 _DEFAULT_LENGTH = 64
+_BEGINNING = 8000  # Characters of each held-out text that are shipped.
 # Each name with its title in the table.
 MEASURES = {
   'bits_per_character': 'bits/char',
@@ -81,16 +89,34 @@ def read_reference(path: pathlib.Path) -> Reference:
   if (path / 'ngrams.npz').exists():
     held_out = (path / 'heldout.txt').read_text('utf-8')
     return Reference(ngrams.load(path / 'ngrams.npz'), held_out)
-  settings = json.loads((path / 'training.json').read_text())['config']['data']
-  corpus = data.read_corpus(
-    settings['files'],
-    validation_files=settings['validation_files'],
-    split=settings['split'],
-  )
+  corpus = read_corpus(path)
   return Reference(
-    ngrams.fit([document.text for document in corpus.training], ORDER),
-    '\n\n'.join(document.text for document in corpus.validation),
+    fit(corpus), '\n\n'.join(document.text for document in corpus.validation)
   )
+
+
+def write_reference(path: pathlib.Path, output: pathlib.Path) -> None:
+  """Writes what `read_reference` finds beside a shipped model."""
+  corpus = read_corpus(path)
+  ngrams.save(fit(corpus), output / 'ngrams.npz')
+  beginnings = [text[:_BEGINNING] for _, text in corpus.validation]
+  (output / 'heldout.txt').write_text('\n\n'.join(beginnings), 'utf-8')
+
+
+def read_corpus(path: pathlib.Path) -> data.Corpus:
+  """The corpus that the model in a directory was trained on."""
+  settings = json.loads((path / 'training.json').read_text('utf-8'))
+  files = settings['config']['data']
+  return data.read_corpus(
+    files['files'],
+    validation_files=files['validation_files'],
+    split=files['split'],
+  )
+
+
+def fit(corpus: data.Corpus) -> ngrams.NgramModel:
+  """The order-3 model of the training text."""
+  return ngrams.fit([document.text for document in corpus.training], ORDER)
 
 
 def measure(texts: Sequence[str], model: ngrams.NgramModel) -> dict:
@@ -216,6 +242,9 @@ def main(argv):
   del argv
   check_outputs()
   path = directory.find(_CHECKPOINT.value)
+  if _WRITE_REFERENCE.value:
+    write_reference(path, pathlib.Path(_WRITE_REFERENCE.value))
+    return
   model = directory.load(path)
   length = _LENGTH.value or min(_DEFAULT_LENGTH, model.config.max_length)
   if length > model.config.max_length:
