@@ -1,11 +1,10 @@
 """scripts/train.py and scripts/evaluate.py from the user's side."""
 
-import importlib.util
 import json
 import math
 import os
-import pathlib
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -13,30 +12,23 @@ import sys
 import threading
 import time
 
+import grain  # noqa: F401  Defines flags, which `load` would not keep.
 import jax
 import numpy as np
 import pytest
+import script_runner
 from ml_collections import ConfigDict
 
 from mdlm_jax import checkpoints, data, training
 from mdlm_jax.models import directory, transformer
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = script_runner.ROOT
 
-
-def load_file(path):
-  spec = importlib.util.spec_from_file_location(path.stem + '_file', path)
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module
-
-
-train_script = load_file(ROOT / 'scripts' / 'train.py')
-TINY = load_file(ROOT / 'configs' / 'tiny.py')
+train_script = script_runner.load('train.py')
 
 
 def tiny_config(text_file, **changes) -> ConfigDict:
-  config = TINY.get_config()
+  config = runpy.run_path(str(ROOT / 'configs' / 'tiny.py'))['get_config']()
   config.update_from_flattened_dict(
     {
       'steps': 6,
