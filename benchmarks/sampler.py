@@ -1,0 +1,129 @@
+"""Times the sampler against the same number of bare network calls.
+
+  python benchmarks/sampler.py
+  python benchmarks/sampler.py --vocab_size=32000 --length=128 --num_steps=16
+
+A bare call is the network and an argmax over its logits, scanned as often as
+the sampler calls it. Both run in turn in one process, so that the ratio holds
+on a busy machine; the median over the repeats is printed.
+"""
+
+import functools
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+from absl import flags
+
+from mdlm_jax import canvas, command_line, draws, rules, sampling, schedules
+from mdlm_jax.models import transformer
+from mdlm_jax.vocab import Vocab
+
+_VOCAB_SIZE = flags.DEFINE_integer('vocab_size', 1024, 'Ids.', 3)
+_LENGTH = flags.DEFINE_integer('length', 128, 'Slots per row.', 1)
+_BATCH = flags.DEFINE_integer('batch_size', 8, 'Rows.', 1)
+_LAYERS = flags.DEFINE_integer('num_layers', 4, 'Blocks.', 1)
+_WIDTH = flags.DEFINE_integer('model_dim', 256, 'Width.', 1)
+_STEPS = flags.DEFINE_integer('num_steps', 32, 'Network calls.', 1)
+_REPEATS = flags.DEFINE_integer('repeats', 7, 'Runs of each.', 1)
+
+
+@functools.partial(jax.jit, static_argnames=('denoiser', 'num_calls'))
+def bare_calls(denoiser, params, batch, num_calls):
+  """The canvas after `num_calls` argmaxes, each fed to the next."""
+
+  def call(ids, step):
+    hidden, _ = denoiser.features(
+      params,
+      None,
+      ids,
+      at=None,
+      step=step,
+      t=jnp.ones(ids.shape[0]),
+      valid=batch.valid,
+      positions=batch.positions,
+      segments=None,
+    )
+    ids = jnp.argmax(denoiser.head(params, hidden), -1).astype(ids.dtype)
+    return ids, None
+
+  return jax.lax.scan(call, batch.ids, jnp.arange(num_calls))[0]
+
+
+def seconds(function) -> float:
+  """Wall time of one run, the result awaited."""
+  start = time.perf_counter()
+  jax.block_until_ready(function())
+  return time.perf_counter() - start
+
+
+def samplers(num_steps: int) -> dict:
+  """Rule and draw of each line of the table."""
+  kernel = rules.kernel(schedules.uniform_grid(num_steps))
+  confidence = rules.by_confidence(num_steps)
+  return {
+    'confidence, greedy': (confidence, draws.categorical(temperature=0.0)),
+    'confidence': (confidence, draws.categorical()),
+    'confidence, entropy': (
+      confidence,
+      draws.categorical(score=draws.negative_entropy),
+    ),
+    'kernel': (kernel, draws.categorical()),
+    'kernel, temperature': (kernel, draws.categorical(temperature=0.8)),
+    'kernel, top-k 50': (
+      kernel,
+      draws.categorical(top_k=min(50, _VOCAB_SIZE.value)),
+    ),
+    'kernel, top-p 0.9': (kernel, draws.categorical(top_p=0.9)),
+  }
+
+
+def main(argv):
+  del argv
+  vocab = Vocab(_VOCAB_SIZE.value, mask_id=1, pad_id=0)
+  config = transformer.TransformerConfig(
+    vocab_size=vocab.size,
+    num_layers=_LAYERS.value,
+    model_dim=_WIDTH.value,
+    num_heads=max(_WIDTH.value // 64, 1),
+    mlp_dim=2 * _WIDTH.value,
+    max_length=_LENGTH.value,
+  )
+  denoiser = transformer.denoiser(config)
+  params = transformer.init(config, jax.random.key(0))
+  batch = canvas.from_prompts([[]] * _BATCH.value, _LENGTH.value, vocab)
+  num_steps = _STEPS.value
+
+  def bare():
+    return bare_calls(denoiser, params, batch, num_steps)
+
+  bare_compile = seconds(bare)
+  print(
+    f'{config}\nbatch {_BATCH.value}, {num_steps} calls, '
+    f'{jax.devices()[0].device_kind}, jax {jax.__version__}\n'
+    f'bare calls: {seconds(bare):.3f} s, first run {bare_compile:.2f} s'
+  )
+  for name, (rule, draw) in samplers(num_steps).items():
+
+    def sampler(rule=rule, draw=draw):
+      return sampling.sample(
+        denoiser,
+        params,
+        jax.random.key(1),
+        batch,
+        vocab=vocab,
+        rule=rule,
+        draw=draw,
+      ).ids
+
+    first = seconds(sampler)
+    ratios = [seconds(sampler) / seconds(bare) for _ in range(_REPEATS.value)]
+    print(
+      f'{name:22s} {statistics.median(ratios):.2f} times bare calls '
+      f'({min(ratios):.2f} to {max(ratios):.2f}), first run {first:.2f} s'
+    )
+
+
+if __name__ == '__main__':
+  command_line.run(main)
