@@ -155,15 +155,20 @@ def make_rows(model: directory.Pretrained) -> list[Row]:
   else:
     prompt = make_prompt(model)
     length = _LENGTH.value or max(max_length - len(prompt), 1)
+    _check_fits(len(prompt), length, max_length)
     rows = [[*prompt, *[None] * length]] * _NUM_SAMPLES.value
   for row in rows:
-    if len(row) > max_length:
-      new = row.count(None)
-      raise ValueError(
-        f'{len(row) - new} given and {new} new tokens are {len(row)}, more '
-        f'than the length {max_length} of the model'
-      )
+    new = row.count(None)
+    _check_fits(len(row) - new, new, max_length)
   return rows
+
+
+def _check_fits(given: int, new: int, max_length: int) -> None:
+  if given + new > max_length:
+    raise ValueError(
+      f'{given} given and {new} new tokens are {given + new}, more than the '
+      f'length {max_length} of the model'
+    )
 
 
 def make_prompt(model: directory.Pretrained) -> list[int]:

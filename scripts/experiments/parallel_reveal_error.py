@@ -14,7 +14,7 @@ simulation with its standard error, and this formula:
 
   python scripts/experiments/parallel_reveal_error.py --plot=error.png
 
-Takes about 20 seconds, nearly all of them compilation.
+Takes about half a minute, nearly all of it compilation.
 """
 
 import json
