@@ -20,6 +20,7 @@ from mdlm_jax import noise as noise_lib
 from mdlm_jax.reverse import top_eligible
 from mdlm_jax.schedules import (
   Schedule,
+  check_grid,
   linear,
   plan_counts,
   reveal_probability,
@@ -119,7 +120,7 @@ def kernel(grid: tuple[float, ...], schedule: Schedule = _LINEAR) -> Rule:
   Raises:
     ValueError: for a grid that does not fall from 1 to 0.
   """
-  _check_grid(grid)
+  check_grid(grid)
   levels = np.asarray(grid)
 
   def reveal(step):
@@ -182,12 +183,7 @@ def by_confidence(
   Raises:
     ValueError: for `num_steps` below 1 or a grid of another length.
   """
-  if num_steps < 1:
-    raise ValueError(f'{num_steps=} must be at least 1')
-  if grid is not None:
-    _check_grid(grid)
-    if len(grid) != num_steps + 1:
-      raise ValueError(f'a grid of {len(grid)} levels is not for {num_steps=}')
+  plan_counts(0, num_steps, grid)  # Raises now and not inside a trace.
 
   def max_count(num_slots):
     # The largest count of any row; rounding may add one slot to a share.
@@ -223,12 +219,6 @@ def by_confidence(
     update,
     lambda step, masked: [(1.0, ())],
   )
-
-
-def _check_grid(grid) -> None:
-  falls = all(a > b for a, b in itertools.pairwise(grid))
-  if len(grid) < 2 or grid[0] != 1 or grid[-1] != 0 or not falls:
-    raise ValueError(f'a grid must fall strictly from 1.0 to 0.0, not {grid}')
 
 
 def _float_dtype():

@@ -5,6 +5,7 @@ probability that a token is kept, 1 - alpha(t) that it is masked.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -205,6 +206,13 @@ def cosine_grid(num_steps: int) -> tuple[float, ...]:
   return (*inner.tolist(), 0.0)
 
 
+def check_grid(grid: tuple[float, ...]) -> None:
+  """Raises ValueError unless a grid falls strictly from 1.0 to 0.0."""
+  falls = all(a > b for a, b in itertools.pairwise(grid))
+  if len(grid) < 2 or grid[0] != 1 or grid[-1] != 0 or not falls:
+    raise ValueError(f'a grid must fall strictly from 1.0 to 0.0, not {grid}')
+
+
 def iid_times(
   key: Key[Array, ''],
   row_ids: Int[Array, 'B'],
@@ -348,16 +356,15 @@ def plan_counts(
   Args:
     num_open: number of positions to reveal, per row; may be traced.
     num_steps: number K of steps, at least 1.
-    grid: share of positions still masked, K + 1 decreasing numbers from 1 to 0
-      such as `cosine_grid(num_steps)`, or None.
+    grid: share of positions still masked, K + 1 levels from 1.0 to 0.0 such as
+      `cosine_grid(num_steps)`, or None.
 
   Returns:
     Counts of at least 0. int32, shape `[..., num_steps]`.
 
   Raises:
-    ValueError: `num_steps` below 1, or a grid that does not have
-      `num_steps + 1` decreasing values from 1 to 0; on concrete arrays also a
-      negative `num_open`.
+    ValueError: `num_steps` below 1, or a grid of another length or that does
+      not fall strictly; on concrete arrays also a negative `num_open`.
 
   >>> print(plan_counts(7, 3))
   [3 2 2]
@@ -369,21 +376,11 @@ def plan_counts(
   check_values(num_open >= 0, 'num_open must be at least 0')
   if grid is None:
     quotient, remainder = jnp.divmod(num_open, num_steps)
-    steps = jnp.arange(num_steps, dtype=jnp.int32)
-    first = jnp.expand_dims(steps, range(num_open.ndim - 1)) < remainder
-    return quotient + first.astype(jnp.int32)
-  grid = np.asarray(grid, np.float32)
-  decreasing = np.all(np.diff(grid) <= 0)
-  if (grid.shape, grid[0], grid[-1]) != ((num_steps + 1,), 1, 0) or (
-    not decreasing
-  ):
-    raise ValueError(
-      f'grid={grid.tolist()} must have num_steps + 1 = {num_steps + 1} '
-      'decreasing values from 1 to 0.'
-    )
-  left = jnp.round(
-    num_open * jnp.expand_dims(grid, range(num_open.ndim - 1))
-  ).astype(jnp.int32)
+    return quotient + (jnp.arange(num_steps) < remainder).astype(jnp.int32)
+  check_grid(grid)
+  if len(grid) != num_steps + 1:
+    raise ValueError(f'a grid of {len(grid)} levels is not for {num_steps=}')
+  left = jnp.round(num_open * jnp.asarray(grid)).astype(jnp.int32)
   return left[..., :-1] - left[..., 1:]
 
 

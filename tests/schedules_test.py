@@ -386,10 +386,10 @@ def test_a_grid_sets_what_is_still_masked_after_each_step():
   'num_steps, grid, named',
   [
     (0, None, 'num_steps=0'),
-    (3, (1.0, 0.5, 0.0), r'num_steps \+ 1 = 4'),
-    (2, (1.0, 0.5, 0.1), 'from 1 to 0'),
-    (2, (0.9, 0.5, 0.0), 'from 1 to 0'),
-    (3, (1.0, 0.2, 0.5, 0.0), 'from 1 to 0'),
+    (3, (1.0, 0.5, 0.0), '3 levels is not for num_steps=3'),
+    (2, (1.0, 0.5, 0.1), 'must fall strictly from 1.0 to 0.0'),
+    (2, (0.9, 0.5, 0.0), 'must fall strictly from 1.0 to 0.0'),
+    (3, (1.0, 0.2, 0.5, 0.0), 'must fall strictly from 1.0 to 0.0'),
   ],
 )
 def test_wrong_plans_are_refused(num_steps, grid, named):
