@@ -7,6 +7,7 @@ character on the held-out text, hardly better than counting characters.
 """
 
 from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
 
 
 def get_config() -> ConfigDict:
@@ -26,13 +27,14 @@ def get_config() -> ConfigDict:
   model.num_layers = 2  # Blocks.
   model.model_dim = 32  # Width of the residual stream.
   model.num_heads = 2  # Attention heads.
+  model.num_kv_heads = placeholder(int)  # Key/value heads; None: num_heads.
   model.mlp_dim = 64  # Hidden width of SwiGLU.
   model.time_conditioning = False  # Whether the noise level steers the norms.
   model.tied_head = True  # Whether the head is the transposed embedding.
   model.dtype = 'float32'  # Compute: 'float32' or 'bfloat16'.
 
   config.optimizer = optimizer = ConfigDict()
-  optimizer.muon_learning_rate = 0.04  # Of Muon on matrices; 0: AdamW everywhere.
+  optimizer.muon_learning_rate = 0.04  # On matrices; 0: AdamW on all.
   optimizer.learning_rate = 3e-3  # The highest of AdamW, after the warm-up.
   optimizer.warmup_steps = 10  # Of linear growth from 0.
   optimizer.weight_decay = 0.1  # On matrices only.

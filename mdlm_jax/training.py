@@ -92,7 +92,7 @@ def make_optimizer(
   Muon (Jordan et al. 2024) replaces the update of a matrix inside the blocks
   by the nearest orthogonal one; a small model learns from about a third of the
   steps that AdamW needs. Everything else is AdamW's (Loshchilov and Hutter
-  2019).
+  2019), beside Muon with Nesterov momentum (Dozat 2016).
 
   Args:
     steps: length of the run; the learning rate is 0 at its end.

@@ -255,6 +255,33 @@ def test_interruptions_save_and_the_run_goes_on(text_file, tmp_path, capsys):
   assert steps[0] < steps[1]
 
 
+def test_library_works_without_the_optional_packages():
+  result = subprocess.run(
+    [
+      sys.executable,
+      '-c',
+      'import sys\n'
+      'for name in ("grain", "ml_collections", "tensorboardX", "matplotlib"):\n'
+      '  sys.modules[name] = None\n'
+      'from mdlm_jax import data, evaluation, tokenizer, training\n'
+      'from mdlm_jax.models import directory, transformer\n'
+      'data.training_windows(data.default_documents(),\n'
+      '  data.corpus_tokenizer(data.read_corpus()), 8)\n'
+      'sys.argv = ["train.py"]\n'
+      'import runpy\n'
+      f'runpy.run_path({str(ROOT / "scripts" / "train.py")!r})\n',
+    ],
+    env={**os.environ, 'PYTHONPATH': str(ROOT)},
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert result.stderr == (
+    "error: grain is missing; pip install 'mdlm_jax[train]'\n"
+  )
+  assert result.returncode == 2
+
+
 def run_script(name, *arguments):
   return subprocess.run(
     [sys.executable, ROOT / 'scripts' / name, *arguments],

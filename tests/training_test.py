@@ -23,6 +23,7 @@ CONFIG = transformer.TransformerConfig(
 )
 TRANSFORMER = transformer.denoiser(CONFIG)
 KEY = jax.random.key(0)
+SGD = optax.sgd(0.1)
 
 
 def bag_features(params, cache, ids, **_):
@@ -144,6 +145,38 @@ def test_padding_is_not_counted():
   assert abs(metrics.bound.mean - math.log(7)) < 0.3
 
 
+def test_padding_changes_neither_loss_nor_gradient():
+  # The same 5 tokens and the same noise, padded to 8 and to 16.
+  config = dataclasses.replace(CONFIG, num_layers=1, max_length=16)
+  short = make_batch(32, 5)
+  outcomes = []
+  for length in (8, 16):
+    widths = ((0, 0), (0, length - 5))
+    batch = short | {
+      'ids': np.pad(short['ids'], widths),
+      'valid': np.pad(short['valid'], widths),
+    }
+    step = make_step(transformer.denoiser(config), SGD, 0.0)
+    params = transformer.init(config, jax.random.key(1))
+    state, metrics = step(training.init_state(params, SGD), batch, KEY)
+    outcomes.append((state.params, metrics))
+  jax.tree.map(
+    functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6),
+    *outcomes,
+  )
+
+
+def test_masked_share_is_one_half_on_average_and_changes_by_step():
+  step, state = make_run()
+  counts = []
+  for _ in range(100):
+    state, metrics = step(state, make_batch(), KEY)
+    counts.append(float(metrics.masked_cross_entropy.count))
+  # 100 stratified steps of 2,048 tokens: standard error 0.001.
+  assert abs(np.mean(counts) / 2048 - 0.5) < 0.005
+  assert len(set(counts)) > 20
+
+
 def test_state_is_donated_and_nothing_is_aliased():
   step, state = make_run()
   old = state
@@ -257,6 +290,83 @@ def test_every_matrix_of_the_transformer_is_decayed_and_no_norm():
     np.testing.assert_allclose(new, factor * leaf, rtol=1e-6, err_msg=name)
 
 
+def test_muon_orthogonalizes_the_matrices_of_the_blocks():
+  rng = np.random.default_rng(0)
+  params = {
+    'embedding': jnp.ones((3, 4)),
+    'blocks': {
+      'norm': {'scale': jnp.ones((2, 4))},
+      'mlp': {'kernel': jnp.ones((2, 4, 6))},
+    },
+  }
+  gradient = jax.tree.map(
+    lambda x: jnp.array(rng.normal(size=x.shape), jnp.float32), params
+  )
+  optimizer = make_optimizer(
+    muon_learning_rate=0.5, learning_rate=0.01, weight_decay=0.0
+  )
+  after = update_of(optimizer, params, [gradient])
+  moved = np.array(after['blocks']['mlp']['kernel']) - 1
+  for layer, its_gradient in zip(moved, gradient['blocks']['mlp']['kernel']):
+    # The nearest orthogonal matrix times a factor; five Newton-Schulz steps
+    # bring singular values to between 0.7 and 1.2 of it.
+    values = np.linalg.svd(layer, compute_uv=False)
+    assert values.max() / values.min() < 1.2 / 0.68
+    u, _, v = np.linalg.svd(its_gradient, full_matrices=False)
+    cosine = -np.sum(layer * (u @ v)) / np.linalg.norm(layer) / 2
+    assert cosine > 0.97
+  # Adam with Nesterov momentum: first step 1 + 0.9 * 0.1 / (1 - 0.9^2).
+  for name, leaf in (
+    ('embedding', after['embedding']),
+    ('scale', after['blocks']['norm']['scale']),
+  ):
+    moves = np.abs(np.array(leaf) - 1)
+    np.testing.assert_allclose(
+      moves, 0.01 * (1 + 0.09 / 0.19), rtol=1e-3, err_msg=name
+    )
+
+
+def test_muon_decays_its_matrices_only_and_survives_a_zero_gradient():
+  params = {
+    'embedding': jnp.ones((3, 4)),
+    'blocks': {
+      'norm': {'scale': jnp.ones((2, 4))},
+      'mlp': {'kernel': jnp.ones((2, 4, 6))},
+    },
+  }
+  optimizer = make_optimizer(muon_learning_rate=0.5, weight_decay=0.1)
+  zeros = jax.tree.map(jnp.zeros_like, params)
+  after = update_of(optimizer, params, [zeros])
+  np.testing.assert_allclose(after['blocks']['mlp']['kernel'], 0.95, rtol=1e-6)
+  np.testing.assert_array_equal(after['blocks']['norm']['scale'], 1)
+  np.testing.assert_array_equal(after['embedding'], 1)
+
+
+@pytest.mark.parametrize(
+  ('weight_power', 'factor'), [(1.0, 4.0), (0.5, 2.0), (0.0, 1.0)]
+)
+def test_weight_power_tempers_the_loss_and_not_the_bound(weight_power, factor):
+  # At t = 1/4 a masked token weighs 4 in the bound.
+  step, state = make_run(
+    optimizer=SGD, times=quarter_times, weight_power=weight_power
+  )
+  _, metrics = step(state, make_batch(), KEY)
+  np.testing.assert_allclose(
+    metrics.bound.sum, 4 * metrics.masked_cross_entropy.sum, rtol=1e-5
+  )
+  step, state = make_run(optimizer=SGD, times=quarter_times, weight_power=0.0)
+  _, unweighted = step(state, make_batch(), KEY)
+  np.testing.assert_allclose(
+    metrics.gradient_norm.mean,
+    factor * unweighted.gradient_norm.mean,
+    rtol=1e-5,
+  )
+
+
+def quarter_times(key, row_ids, num_rows, *, t_min):
+  return jnp.full(row_ids.shape, 0.25)
+
+
 def test_learning_rate_warms_up_and_falls_to_zero():
   # A constant gradient moves Adam by the learning rate at every step.
   optimizer = make_optimizer(
@@ -303,6 +413,7 @@ def test_gradients_are_clipped_to_the_global_norm():
     {'weight_decay': -0.1},
     {'beta1': 1.0},
     {'beta2': -0.1},
+    {'muon_learning_rate': -0.1},
   ],
 )
 def test_impossible_optimizers_are_refused(changes):
@@ -311,7 +422,9 @@ def test_impossible_optimizers_are_refused(changes):
     make_optimizer(**changes)
 
 
-@pytest.mark.parametrize('options', [{'ema_decay': 1.0}, {'t_min': 1.0}])
+@pytest.mark.parametrize(
+  'options', [{'ema_decay': 1.0}, {'t_min': 1.0}, {'weight_power': 2.0}]
+)
 def test_impossible_steps_are_refused(options):
   (name,) = options
   with pytest.raises(ValueError, match=name):
