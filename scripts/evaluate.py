@@ -2,7 +2,8 @@
 
   python scripts/evaluate.py [--checkpoint=runs/tiny] [--file=text.txt] [--json]
 
-Without --file: the held-out part of the text that the model was trained on.
+Without --file: a held-out part of the text that the model was trained on, for
+which that text must be where it was then.
 """
 
 import json
@@ -22,6 +23,9 @@ _CHECKPOINT = flags.DEFINE_string(
 _FILE = flags.DEFINE_string(
   'file', None, 'Text files, paths or globs separated by commas.'
 )
+_PART = flags.DEFINE_enum(
+  'part', None, ['validation', 'test'], 'Without --file: the part held out.'
+)
 _NUM_REPLICATES = flags.DEFINE_integer(
   'num_replicates', 8, 'Independent passes over the text.'
 )
@@ -30,8 +34,10 @@ _SEED = flags.DEFINE_integer('seed', 0, 'Of the noise.')
 _JSON = flags.DEFINE_bool('json', False, 'Print one line of JSON.')
 
 
-def held_out_documents(history: dict | None) -> tuple[data.Document, ...]:
-  """The held-out text of a model's training run."""
+def held_out_documents(
+  history: dict | None, part: str
+) -> tuple[data.Document, ...]:
+  """A held-out part of the text of a model's training run."""
   if history is None:
     raise ValueError(
       'the model does not say what it was trained on; use --file'
@@ -44,20 +50,24 @@ def held_out_documents(history: dict | None) -> tuple[data.Document, ...]:
   )
   if data.corpus_digest(corpus) != history['corpus_sha256']:
     print('note: the text is not the one of the training run', file=sys.stderr)
-  return corpus.validation
+  if not getattr(corpus, part):
+    raise ValueError(f'the training run left no {part} text')
+  return getattr(corpus, part)
 
 
 def main(_) -> None:
+  if _FILE.value and _PART.value:
+    raise ValueError('--part chooses from the training run, not from --file')
   path = directory.find(_CHECKPOINT.value)
   model = directory.load(path)
-  training_path = path / 'training.json'
+  history_path = path / 'training.json'
   history = None
-  if training_path.exists():
-    history = json.loads(training_path.read_text())
+  if history_path.exists():
+    history = json.loads(history_path.read_text())
   documents = (
     data.read_documents(_FILE.value)
     if _FILE.value
-    else held_out_documents(history)
+    else held_out_documents(history, _PART.value or 'validation')
   )
   report = evaluation.evaluate_documents(
     model.denoiser,

@@ -305,6 +305,43 @@ def test_train_program_reports_a_mistake_in_one_line(tmp_path):
   assert not (tmp_path / 'run').exists()
 
 
+def test_evaluate_reads_the_files_it_is_given(finished, tmp_path, capsys):
+  (tmp_path / 'a.txt').write_text('the red blue\n' * 10)
+  (tmp_path / 'b.txt').write_text('green\n' * 5)
+  arguments = (f'--checkpoint={finished / "model"}', f'--file={tmp_path}/*.txt')
+  script_runner.run('evaluate.py', *arguments, '--json')
+  report = json.loads(capsys.readouterr().out)
+  assert report['num_tokens'] == report['num_characters'] == 160
+  script_runner.run('evaluate.py', *arguments)
+  line = capsys.readouterr().out.splitlines()[0]
+  assert f'{report["bits_per_character"]:.4f} +- ' in line
+
+
+@pytest.mark.parametrize(
+  ('arguments', 'message'),
+  [
+    (['--checkpoint=/no/such'], 'no model in /no/such'),
+    (['--file=/no/such.txt'], 'no such file: /no/such.txt'),
+    (['--file={new}'], "unknown characters 'Q'"),
+    (['--part=test'], 'left no test text'),
+    (['--part=test', '--file={new}'], '--part'),
+    (['--num_replicates=1'], 'num_replicates=1'),
+  ],
+)
+def test_mistakes_in_evaluating(finished, tmp_path, arguments, message):
+  (tmp_path / 'new.txt').write_text('the Q')
+  arguments = [a.format(new=tmp_path / 'new.txt') for a in arguments]
+  with pytest.raises((ValueError, OSError), match=re.escape(message)):
+    script_runner.run('evaluate.py', f'--checkpoint={finished}', *arguments)
+
+
+def test_a_model_without_its_history_needs_a_file(finished, tmp_path):
+  shutil.copytree(finished / 'model', tmp_path / 'model')
+  (tmp_path / 'model' / 'training.json').unlink()
+  with pytest.raises(ValueError, match='use --file'):
+    script_runner.run('evaluate.py', f'--checkpoint={tmp_path}')
+
+
 def test_evaluate_program_repeats_the_report_of_the_run(finished):
   result = run_script(
     'evaluate.py', f'--checkpoint={finished}', '--num_replicates=2', '--json'
