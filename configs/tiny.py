@@ -2,7 +2,7 @@
 
   python scripts/train.py --config=configs/tiny.py --workdir=runs/tiny
 
-About 10 seconds on 2 CPU cores, most of them compilation; about 4.4 bits per
+About 10 seconds on 2 CPU cores, most of them compilation; about 4.5 bits per
 character on the held-out text, hardly better than counting characters.
 """
 
