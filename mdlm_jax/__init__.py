@@ -24,17 +24,19 @@ from mdlm_jax.schedules import (
   Schedule,
   cosine,
   cosine_grid,
-  discrete_times,
   geometric,
-  iid_times,
   linear,
   log_linear,
   plan_counts,
   polynomial,
   reveal_probability,
+  uniform_grid,
+)
+from mdlm_jax.time_draws import (
+  discrete_times,
+  iid_times,
   stratified_times,
   systematic_times,
-  uniform_grid,
 )
 from mdlm_jax.vocab import Vocab
 

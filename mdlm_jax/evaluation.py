@@ -12,7 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from mdlm_jax import corruption, data, losses, predict, schedules
+from mdlm_jax import (
+  corruption,
+  data,
+  losses,
+  predict,
+  schedules,
+  time_draws,
+)
 from mdlm_jax import vocab as vocab_lib
 
 
@@ -196,7 +203,7 @@ def _dealt_times(key, num_replicates, num_rows, t_min) -> np.ndarray:
   def deal(key):
     deal_key, draw_key = jax.random.split(key)
     strata = jax.random.permutation(deal_key, num_rows)
-    return schedules.stratified_times(draw_key, strata, num_rows, t_min=t_min)
+    return time_draws.stratified_times(draw_key, strata, num_rows, t_min=t_min)
 
   keys = jax.random.split(key, num_replicates)
   return np.asarray(jax.vmap(deal)(keys)).reshape(-1)

@@ -91,7 +91,7 @@ def discrete_bound(
     masked: the masked positions. Shape `[B, L]`.
     valid: the positions the bound is about. Shape `[B, L]`.
     t: the noise level used for the corruption, on the grid 1/T, ..., 1 (see
-      `schedules.discrete_times`). Shape `[B]`.
+      `time_draws.discrete_times`). Shape `[B]`.
     num_steps: number T of steps, at least 1.
     schedule: the masking schedule used for the corruption.
 

@@ -1,4 +1,4 @@
-"""Masking schedules, time grids, time draws and planned counts.
+"""Masking schedules, time grids and planned counts.
 
 Diffusion time runs from t = 0 (clean) to t = 1 (all MASK). `alpha(t)` is the
 probability that a token is kept, 1 - alpha(t) that it is masked.
@@ -9,12 +9,10 @@ import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Int
 
-from mdlm_jax import noise
 from mdlm_jax.checks import check_values
 
 
@@ -144,6 +142,25 @@ def log_linear(floor: float = 1e-3) -> Schedule:
   )
 
 
+SCHEDULES = {
+  'linear': linear,
+  'cosine': cosine,
+  'geometric': geometric,
+  'log_linear': log_linear,
+}
+
+
+def named_schedule(name: str) -> Schedule:
+  """The schedule of `SCHEDULES` with its default constants.
+
+  Raises:
+    ValueError: `SCHEDULES` does not have the name.
+  """
+  if name not in SCHEDULES:
+    raise ValueError(f'schedule={name!r} must be one of {", ".join(SCHEDULES)}')
+  return SCHEDULES[name]()
+
+
 def reveal_probability(schedule: Schedule, t, s):
   """The exact reverse kernel: P(a position masked at t is visible at s).
 
@@ -213,135 +230,6 @@ def check_grid(grid: tuple[float, ...]) -> None:
     raise ValueError(f'a grid must fall strictly from 1.0 to 0.0, not {grid}')
 
 
-def iid_times(
-  key: Key[Array, ''],
-  row_ids: Int[Array, 'B'],
-  num_rows: int,
-  *,
-  t_min: float = 0.0,
-) -> Float[Array, 'B']:
-  """Independent uniform times.
-
-  Args:
-    key: consumed.
-    row_ids: ids of these rows within the global batch, in [0, num_rows). A row
-      gets the same time however the batch is split. Shape `[B]`.
-    num_rows: rows of the global batch; no effect here, an argument because the
-      three draws are interchangeable.
-    t_min: lower end of the range, in [0, 1).
-
-  Returns:
-    float32 in (t_min, 1]. Shape `[B]`.
-  """
-  del num_rows
-  return _stretch(_row_uniforms(key, row_ids), t_min)
-
-
-def stratified_times(
-  key: Key[Array, ''],
-  row_ids: Int[Array, 'B'],
-  num_rows: int,
-  *,
-  t_min: float = 0.0,
-) -> Float[Array, 'B']:
-  """One uniform time per row, each within its own stratum (MDLM).
-
-  Row i of N has its time in the i-th of N equal parts of (t_min, 1].
-
-  Args:
-    key: consumed.
-    row_ids: as in `iid_times`. Shape `[B]`.
-    num_rows: rows N of the global batch.
-    t_min: lower end of the range, in [0, 1).
-
-  Returns:
-    float32 in (t_min, 1]. Shape `[B]`.
-  """
-  uniforms = _row_uniforms(key, row_ids)
-  return _stretch(stratify(uniforms, row_ids, num_rows), t_min)
-
-
-def systematic_times(
-  key: Key[Array, ''],
-  row_ids: Int[Array, 'B'],
-  num_rows: int,
-  *,
-  t_min: float = 0.0,
-) -> Float[Array, 'B']:
-  """One random offset for equally spaced times (MD4's antithetic times).
-
-  Args:
-    key: consumed.
-    row_ids: as in `iid_times`. Shape `[B]`.
-    num_rows: rows N of the global batch.
-    t_min: lower end of the range, in [0, 1).
-
-  Returns:
-    float32 in (t_min, 1]. Shape `[B]`.
-  """
-  offset = 1.0 - jax.random.uniform(key)
-  return _stretch(spread(offset, row_ids, num_rows), t_min)
-
-
-def stratify(
-  uniforms: Float[Array, 'B'], row_ids: Int[Array, 'B'], num_rows: int
-) -> Float[Array, 'B']:
-  """(row_id + u) / N: one number of (0, 1] per row, in the row's stratum.
-
-  Args:
-    uniforms: in (0, 1]. Shape `[B]`.
-    row_ids: in [0, num_rows). Shape `[B]`.
-    num_rows: rows N of the global batch.
-
-  Returns:
-    Numbers in (0, 1]. Shape `[B]`.
-
-  >>> print(stratify(jnp.array([0.5, 1.0]), jnp.array([0, 3]), 4))
-  [0.125 1.   ]
-  """
-  return (row_ids + uniforms) / num_rows
-
-
-def spread(
-  offset: Float[Array, ''], row_ids: Int[Array, 'B'], num_rows: int
-) -> Float[Array, 'B']:
-  """(offset + row_id / N) modulo 1, in (0, 1].
-
-  Args:
-    offset: one number in (0, 1] for the whole batch.
-    row_ids: in [0, num_rows). Shape `[B]`.
-    num_rows: rows N of the global batch.
-
-  Returns:
-    Numbers in (0, 1]. Shape `[B]`.
-
-  >>> print(spread(jnp.array(0.5), jnp.array([0, 1, 2, 3]), 4))
-  [0.5  0.75 1.   0.25]
-  """
-  times = offset + row_ids / num_rows
-  return jnp.where(times > 1.0, times - 1.0, times)
-
-
-def discrete_times(t: Float[Array, 'B'], num_steps: int) -> Float[Array, 'B']:
-  """The next time on the grid 1/T, 2/T, ..., 1, for the discrete-T bound.
-
-  Args:
-    t: in (0, 1]. Shape `[B]`.
-    num_steps: number T of steps, at least 1.
-
-  Returns:
-    ceil(t T) / T. Shape `[B]`.
-
-  Raises:
-    ValueError: `num_steps` is below 1.
-
-  >>> print(discrete_times(jnp.array([0.1, 0.25, 0.3]), 4))
-  [0.25 0.25 0.5 ]
-  """
-  _check_num_steps(num_steps)
-  return jnp.ceil(t * num_steps) / num_steps
-
-
 def plan_counts(
   num_open: int | Int[Array, '*batch'],
   num_steps: int,
@@ -382,18 +270,6 @@ def plan_counts(
     raise ValueError(f'a grid of {len(grid)} levels is not for {num_steps=}')
   left = jnp.round(num_open * jnp.asarray(grid)).astype(jnp.int32)
   return left[..., :-1] - left[..., 1:]
-
-
-def _row_uniforms(key, row_ids):
-  """One uniform number in (0, 1] per row."""
-  return 1.0 - jax.vmap(jax.random.uniform)(noise.row_keys(key, row_ids))
-
-
-def _stretch(uniforms, t_min):
-  """(0, 1] -> (t_min, 1]."""
-  if not 0 <= t_min < 1:
-    raise ValueError(f'{t_min=} must lie in [0, 1).')
-  return t_min + (1.0 - t_min) * uniforms
 
 
 def _check_num_steps(num_steps):

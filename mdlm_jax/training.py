@@ -13,38 +13,10 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int, Key
 
-from mdlm_jax import corruption, losses, predict, schedules
+from mdlm_jax import corruption, losses, predict, schedules, time_draws
 from mdlm_jax import vocab as vocab_lib
 
 Params = Any
-
-_SCHEDULES = {
-  'linear': schedules.linear,
-  'cosine': schedules.cosine,
-  'geometric': schedules.geometric,
-  'log_linear': schedules.log_linear,
-}
-_TIMES = {
-  'iid': schedules.iid_times,
-  'stratified': schedules.stratified_times,
-  'systematic': schedules.systematic_times,
-}
-
-
-def named_schedule(name: str) -> schedules.Schedule:
-  """The masking schedule that a config names; ValueError if there is none."""
-  return _named(_SCHEDULES, 'schedule', name)()
-
-
-def named_times(name: str) -> Callable:
-  """The draw of times that a config names; ValueError if there is none."""
-  return _named(_TIMES, 'times', name)
-
-
-def _named(functions, kind, name):
-  if name not in functions:
-    raise ValueError(f'{kind}={name!r} must be one of {", ".join(functions)}')
-  return functions[name]
 
 
 class TrainState(NamedTuple):
@@ -210,7 +182,7 @@ def train_step(
   vocab: vocab_lib.Vocab,
   ema_decay: float,
   schedule: schedules.Schedule | None = None,
-  times: Callable = schedules.stratified_times,
+  times: Callable = time_draws.stratified_times,
   t_min: float = 0.0,
   weight_power: float = 1.0,
 ) -> Callable[[TrainState, dict, Array], tuple[TrainState, Metrics]]:
@@ -222,7 +194,7 @@ def train_step(
     vocab: roles of the ids.
     ema_decay: decay of the averaged parameters, in [0, 1).
     schedule: masking schedule; None: linear.
-    times: draw of the noise levels, such as `schedules.stratified_times`.
+    times: draw of the noise levels, such as `time_draws.stratified_times`.
     t_min: smallest noise level; bounds the weight -alpha'/(1 - alpha).
     weight_power: the loss weighs by this power of that weight: 1 is the bound
       itself, 0 the unweighted cross-entropy. At 0.5 the gradient varies less

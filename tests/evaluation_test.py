@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mdlm_jax import data, evaluation, predict, training
+from mdlm_jax import data, evaluation, predict, schedules
 from mdlm_jax import tokenizer as tokenizer_lib
 from mdlm_jax.vocab import Vocab
 
@@ -151,7 +151,7 @@ def test_standard_error_is_that_of_repeated_estimates():
 def test_schedules_agree_and_seeds_differ():
   ids = np.random.default_rng(0).integers(2, 9, (200, 8))
   linear = bound(UNIFORM, ids)
-  cosine = bound(UNIFORM, ids, schedule=training.named_schedule('cosine'))
+  cosine = bound(UNIFORM, ids, schedule=schedules.cosine())
   assert linear.nats_per_token != cosine.nats_per_token
   assert_within_errors(cosine, math.log(7))
 

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from mdlm_jax import predict, schedules, training
+from mdlm_jax import predict, schedules, time_draws, training
 from mdlm_jax.models import transformer
 from mdlm_jax.vocab import Vocab
 
@@ -115,7 +115,7 @@ def test_two_strings_are_learned_to_one_bit():
 
 def test_rows_without_a_mask_are_counted_and_stay_in_the_average():
   batch = make_batch(2000, 1)
-  step, state = make_run(times=schedules.iid_times)
+  step, state = make_run(times=time_draws.iid_times)
   _, metrics = step(state, batch, KEY)
   # P(nothing masked) = 1/2; three standard errors are 0.034.
   assert abs(metrics.empty_rows.mean - 0.5) < 0.034
@@ -437,8 +437,8 @@ def test_impossible_steps_are_refused(options):
 )
 def test_bound_depends_neither_on_the_schedule_nor_on_the_draw(schedule, times):
   step, state = make_run(
-    schedule=training.named_schedule(schedule),
-    times=training.named_times(times),
+    schedule=schedules.named_schedule(schedule),
+    times=time_draws.named_times(times),
     t_min=1e-2,
   )
   _, metrics = step(state, make_batch(1024), KEY)
@@ -446,18 +446,6 @@ def test_bound_depends_neither_on_the_schedule_nor_on_the_draw(schedule, times):
   _, reference = step(state, make_batch(), KEY)
   assert metrics.bound.sum != reference.bound.sum
   assert abs(metrics.bound.mean - math.log(7)) < 0.35
-
-
-def test_names_of_schedules_and_time_draws():
-  for name in ('linear', 'cosine', 'geometric', 'log_linear'):
-    assert training.named_schedule(name) == getattr(schedules, name)()
-  for name in ('iid', 'stratified', 'systematic'):
-    function = getattr(schedules, f'{name}_times')
-    assert training.named_times(name) is function
-  with pytest.raises(ValueError, match=r"schedule='quadratic' .* linear"):
-    training.named_schedule('quadratic')
-  with pytest.raises(ValueError, match=r"times='even' .* stratified"):
-    training.named_times('even')
 
 
 def test_small_times_are_left_out_and_bound_the_weight():

@@ -29,12 +29,6 @@ _CONFIG, _WEIGHTS, _TOKENIZER = (
 _FORMAT = 1
 _ARCHITECTURE = 'mdlm_jax'
 _DTYPES = ('float32', 'bfloat16')
-_SCHEDULES = {
-  'linear': schedules.linear,
-  'cosine': schedules.cosine,
-  'geometric': schedules.geometric,
-  'log_linear': schedules.log_linear,
-}
 _PACKAGED = pathlib.Path(__file__).parents[1] / 'pretrained' / 'sotu'
 
 Path = str | os.PathLike
@@ -130,7 +124,7 @@ def load(directory: Path) -> Pretrained:
     _read_weights(directory / _WEIGHTS, config),
     vocab,
     tokenizer,
-    _SCHEDULES[schedule](),
+    schedules.named_schedule(schedule),
   )
 
 
@@ -206,10 +200,7 @@ def _read_weights(path, config):
 
 
 def _check_names(schedule, dtype):
-  if schedule not in _SCHEDULES:
-    raise ValueError(
-      f'schedule={schedule!r} must be one of {", ".join(_SCHEDULES)}'
-    )
+  schedules.named_schedule(schedule)
   if dtype not in _DTYPES:
     raise ValueError(f'dtype={dtype!r} must be one of {", ".join(_DTYPES)}')
 

@@ -1,4 +1,4 @@
-"""scripts/train.py and scripts/evaluate.py from the user's side."""
+"""Whole training runs, and the scripts around them as users see them."""
 
 import json
 import math
@@ -19,12 +19,10 @@ import pytest
 import script_runner
 from ml_collections import ConfigDict
 
-from mdlm_jax import checkpoints, data, training
+from mdlm_jax import checkpoints, data, runs, training
 from mdlm_jax.models import directory, transformer
 
 ROOT = script_runner.ROOT
-
-train_script = script_runner.load('train.py')
 
 
 def tiny_config(text_file, **changes) -> ConfigDict:
@@ -56,7 +54,7 @@ def text_file(tmp_path_factory):
 def finished(text_file, tmp_path_factory):
   """The work directory of an unbroken run of 6 steps."""
   workdir = tmp_path_factory.mktemp('run') / 'workdir'
-  assert train_script.train(tiny_config(text_file), workdir) == 0
+  assert runs.train(tiny_config(text_file), workdir) == 0
   return workdir
 
 
@@ -117,7 +115,9 @@ def test_resumed_run_equals_the_unbroken_one(
   shutil.copytree(finished, workdir)
   shutil.rmtree(workdir / 'checkpoints' / '6')
   shutil.rmtree(workdir / 'model')
-  assert train_script.train(tiny_config(text_file), workdir) == 0
+  with open(workdir / 'metrics.jsonl', 'a') as stream:
+    stream.write('{"step": 8, "bou')  # Killed while it wrote.
+  assert runs.train(tiny_config(text_file), workdir) == 0
   assert f'resuming {workdir} at step 3\n' in capsys.readouterr().out
   assert (workdir / 'model' / 'model.safetensors').read_bytes() == (
     finished / 'model' / 'model.safetensors'
@@ -137,7 +137,7 @@ def test_resumed_run_equals_the_unbroken_one(
 
 
 def state_of(workdir, text_file):
-  run = train_script.prepare(tiny_config(text_file))
+  run = runs.prepare(tiny_config(text_file))
   iterator = data.batches(run.windows, batch_size=16, seed=0)
   fresh = training.init_state(
     transformer.init(run.model, run.init_key), run.optimizer
@@ -160,7 +160,7 @@ def state_of(workdir, text_file):
 def test_another_run_is_not_resumed(finished, text_file, changes, message):
   before = snapshot(finished)
   with pytest.raises(ValueError, match=message):
-    train_script.train(tiny_config(text_file, **changes), finished)
+    runs.train(tiny_config(text_file, **changes), finished)
   assert snapshot(finished) == before
 
 
@@ -169,7 +169,7 @@ def test_changed_text_is_not_resumed(finished, text_file):
   try:
     text_file.write_text(content + 'the end')
     with pytest.raises(ValueError, match='another text'):
-      train_script.train(tiny_config(text_file), finished)
+      runs.train(tiny_config(text_file), finished)
   finally:
     text_file.write_text(content)
 
@@ -207,7 +207,7 @@ def test_mistakes_are_found_before_anything_is_written(
   text_file, tmp_path, changes, message
 ):
   with pytest.raises((ValueError, OSError), match=message):
-    train_script.train(tiny_config(text_file, **changes), tmp_path / 'run')
+    runs.train(tiny_config(text_file, **changes), tmp_path / 'run')
   assert not (tmp_path / 'run').exists()
 
 
@@ -216,7 +216,7 @@ def test_divergence_is_named_and_not_saved(text_file, tmp_path):
     text_file, **{'optimizer.learning_rate': 1e30, 'steps': 100}
   )
   with pytest.raises(FloatingPointError, match='diverged at step'):
-    train_script.train(config, tmp_path)
+    runs.train(config, tmp_path)
   with checkpoints.open_directory(tmp_path / 'checkpoints') as store:
     assert checkpoints.latest_step(store) in (None, 3)
 
@@ -241,7 +241,7 @@ def test_interruptions_save_and_the_run_goes_on(text_file, tmp_path, capsys):
     (signal.SIGTERM, 0, 100),
   ):
     send_when_running(kind, tmp_path, num_rows)
-    assert train_script.train(config, tmp_path) == code
+    assert runs.train(config, tmp_path) == code
     out = capsys.readouterr().out
     steps.append(int(re.search(r'stopped at step (\d+)', out)[1]))
     with checkpoints.open_directory(tmp_path / 'checkpoints') as store:
