@@ -13,7 +13,7 @@ from ml_collections.config_dict import placeholder
 def get_config() -> ConfigDict:
   config = ConfigDict()
   config.seed = 0  # Of the parameters, the order of the data and all noise.
-  config.steps = 2500  # Updates; the learning rate falls to 0 over them.
+  config.steps = 1200  # Updates; the learning rate falls to 0 over them.
 
   config.data = data = ConfigDict()
   data.files = ''  # Paths or globs, by commas; '': the default corpus.
@@ -36,12 +36,12 @@ def get_config() -> ConfigDict:
   config.optimizer = optimizer = ConfigDict()
   optimizer.muon_learning_rate = 0.04  # On matrices; 0: AdamW on all.
   optimizer.learning_rate = 3e-3  # The highest of AdamW, after the warm-up.
-  optimizer.warmup_steps = 100  # Of linear growth from 0.
+  optimizer.warmup_steps = 50  # Of linear growth from 0.
   optimizer.weight_decay = 0.1  # On matrices only.
   optimizer.clip_norm = 1.0  # Largest global norm of the gradient.
   optimizer.beta1 = 0.9  # Decay of the first moment.
   optimizer.beta2 = 0.99  # Decay of the second moment.
-  config.ema_decay = 0.995  # Of the averaged parameters, which are the result.
+  config.ema_decay = 0.99  # Of the averaged parameters, which are the result.
 
   config.loss = loss = ConfigDict()
   loss.schedule = 'linear'  # Or 'cosine', 'geometric', 'log_linear'.

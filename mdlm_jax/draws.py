@@ -189,7 +189,12 @@ def categorical(
 
 
 def temper(logits: Float[Array, '*S V'], temperature) -> Float[Array, '*S V']:
-  """Logits over temperature, up to a constant; safe for any temperature > 0."""
+  """Logits over temperature, up to a constant; safe for any temperature > 0.
+
+  Example:
+    >>> print(temper(jnp.array([1.0, 2.0]), 0.5), temper(jnp.ones(2), 1e-38))
+    [-2.  0.] [0. 0.]
+  """
   # Dividing differences keeps the best token at 0 however small T is: a plain
   # quotient overflows to inf, then to NaN.
   below = logits - logits.max(-1, keepdims=True)
@@ -200,6 +205,10 @@ def keep_top_k(logits: Float[Array, '*S V'], k: int) -> Float[Array, '*S V']:
   """Minus infinity at all but the k most probable tokens; ties share a fate.
 
   A token stays iff fewer than `k` tokens are strictly more probable.
+
+  Example:
+    >>> print(keep_top_k(jnp.array([0.5, 2.0, 1.0]), 2))
+    [-inf   2.   1.]
   """
   return _keep_best(logits, lambda probs: jnp.ones_like(probs), k)
 
@@ -209,6 +218,10 @@ def keep_top_p(logits: Float[Array, '*S V'], p: float) -> Float[Array, '*S V']:
 
   A token stays iff the tokens strictly more probable hold less than `p`: the
   one that crosses `p` stays, and ties share a fate.
+
+  Example:
+    >>> print(keep_top_p(jnp.log(jnp.array([0.5, 0.3, 0.2])), 0.6))
+    [-0.6931472 -1.2039728       -inf]
   """
   return _keep_best(logits, lambda probs: probs, p)
 

@@ -20,7 +20,7 @@ from mdlm_jax.checks import check_values
 def top_eligible(
   scores: Float[Array, 'L'],
   eligible: Bool[Array, 'L'],
-  count: Int[Array, ''],
+  count: Int[Array, ''] | int,
   *,
   max_count: int | None = None,
 ) -> Bool[Array, 'L']:
@@ -57,7 +57,13 @@ def commit(
   candidate_ids: Int[Array, '*S'],
   write: Bool[Array, '*S'],
 ) -> Int[Array, '*S']:
-  """The ids with the candidates written where `write` is true."""
+  """The ids with the candidates written where `write` is true.
+
+  Example:
+    >>> write = jnp.array([False, True])
+    >>> print(commit(jnp.array([7, 1]), jnp.array([9, 8]), write))
+    [7 8]
+  """
   return jnp.where(write, candidate_ids, ids)
 
 
@@ -76,8 +82,8 @@ def reverse_update(
   not PAD. In row b the `reveal_counts[b]` eligible positions of highest
   confidence receive their candidates, ties going to the lowest position;
   everything else is unchanged. This is one step of the confidence decoding of
-  MaskGIT (Chang et al. 2022, section 3.2) and LLaDA (Nie et al. 2025,
-  algorithm 5), with the positions and counts made explicit.
+  MaskGIT (Chang et al. 2022, section 3.2) and LLaDA (Nie et al. 2025, section
+  2.4), with the positions and counts made explicit.
 
   Args:
     x: token ids. Shape `[B, L]`.

@@ -104,10 +104,11 @@ def kernel(grid: tuple[float, ...], schedule: Schedule = _LINEAR) -> Rule:
 
   At each step from noise level t to s every masked slot is revealed with
   probability (alpha_s - alpha_t) / (1 - alpha_t), independently, and receives
-  its candidate; all are committed at once (Sahoo et al. 2024, equation 6; Shi
-  et al. 2024, equation 9). The last interval reveals everything. With a
-  candidate drawn from the predicted categorical this is ancestral sampling;
-  the law of the tokens approaches that of the denoiser as the grid gets finer.
+  its candidate; all are committed at once (the reverse posterior of Sahoo et
+  al. 2024, section 3.2, and of Shi et al. 2024, section 2). The last interval
+  reveals everything. With a candidate drawn from the predicted categorical this
+  is ancestral sampling; the law of the tokens approaches that of the denoiser
+  as the grid gets finer.
 
   Args:
     grid: noise levels from 1.0 to 0.0, strictly decreasing, one more than the
@@ -118,7 +119,11 @@ def kernel(grid: tuple[float, ...], schedule: Schedule = _LINEAR) -> Rule:
     The rule.
 
   Raises:
-    ValueError: for a grid that does not fall from 1 to 0.
+    ValueError: for a grid that does not fall strictly from 1 to 0.
+
+  Example:
+    >>> kernel((1.0, 0.5, 0.0)).calls(num_slots=10)
+    2
   """
   check_grid(grid)
   levels = np.asarray(grid)
