@@ -99,6 +99,15 @@ def corrupt_with_noise(
 
   Returns:
     The corrupted ids and the map of masked positions.
+
+  Example:
+    >>> ids, everywhere = jnp.array([[5, 6, 7]]), jnp.ones((1, 3), bool)
+    >>> u, half = jnp.array([[0.2, 0.9, 0.4]]), jnp.array([0.5])
+    >>> corrupted_ids, _ = corrupt_with_noise(
+    ...   u, ids, half, everywhere, mask_id=1
+    ... )
+    >>> print(corrupted_ids)
+    [[1 6 1]]
   """
   chex.assert_equal_shape([uniforms, clean_ids, eligible])
   chex.assert_type(eligible, bool)

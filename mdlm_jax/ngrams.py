@@ -119,8 +119,9 @@ def probabilities(model: NgramModel, text: str) -> Float[np.ndarray, 'n']:
 def bits_per_character(model: NgramModel, text: str) -> float:
   """Mean of -log2 p over the characters of a text, NaN for an empty one.
 
-  >>> round(bits_per_character(fit(['abababab'], order=1), 'abab'), 3)
-  0.455
+  Example:
+    >>> round(bits_per_character(fit(['abababab'], order=1), 'abab'), 3)
+    0.455
   """
   if not text:
     return math.nan
@@ -169,8 +170,9 @@ def distinct(texts: Iterable[Sequence], n: int) -> float:
   Returns:
     In (0, 1]; NaN where no text has n items.
 
-  >>> distinct(['to be or not to be'.split()], n=2)
-  0.8
+  Example:
+    >>> distinct(['to be or not to be'.split()], n=2)
+    0.8
   """
   seen = [
     tuple(text[i : i + n]) for text in texts for i in range(len(text) - n + 1)
@@ -181,8 +183,9 @@ def distinct(texts: Iterable[Sequence], n: int) -> float:
 def repetition(text: Sequence, n: int = 4) -> float:
   """Share of a text's n-grams that it had before (Welleck et al. 2020).
 
-  >>> repetition('aaaaaaaa')
-  0.8
+  Example:
+    >>> repetition('aaaaaaaa')
+    0.8
   """
   return 1 - distinct([text], n)
 

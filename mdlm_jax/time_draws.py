@@ -96,8 +96,9 @@ def stratify(
   Returns:
     Numbers in (0, 1]. Shape `[B]`.
 
-  >>> print(stratify(jnp.array([0.5, 1.0]), jnp.array([0, 3]), 4))
-  [0.125 1.   ]
+  Example:
+    >>> print(stratify(jnp.array([0.5, 1.0]), jnp.array([0, 3]), 4))
+    [0.125 1.   ]
   """
   return (row_ids + uniforms) / num_rows
 
@@ -115,8 +116,9 @@ def spread(
   Returns:
     Numbers in (0, 1]. Shape `[B]`.
 
-  >>> print(spread(jnp.array(0.5), jnp.array([0, 1, 2, 3]), 4))
-  [0.5  0.75 1.   0.25]
+  Example:
+    >>> print(spread(jnp.array(0.5), jnp.array([0, 1, 2, 3]), 4))
+    [0.5  0.75 1.   0.25]
   """
   times = offset + row_ids / num_rows
   return jnp.where(times > 1.0, times - 1.0, times)
@@ -135,11 +137,12 @@ def discrete_times(t: Float[Array, 'B'], num_steps: int) -> Float[Array, 'B']:
   Raises:
     ValueError: `num_steps` is below 1.
 
-  >>> print(discrete_times(jnp.array([0.1, 0.25, 0.3]), 4))
-  [0.25 0.25 0.5 ]
+  Example:
+    >>> print(discrete_times(jnp.array([0.1, 0.25, 0.3]), 4))
+    [0.25 0.25 0.5 ]
   """
   if num_steps < 1:
-    raise ValueError(f'{num_steps=} must be at least 1.')
+    raise ValueError(f'{num_steps=} must be at least 1')
   return jnp.ceil(t * num_steps) / num_steps
 
 
@@ -169,5 +172,5 @@ def _row_uniforms(key, row_ids):
 def _stretch(uniforms, t_min):
   """(0, 1] -> (t_min, 1]."""
   if not 0 <= t_min < 1:
-    raise ValueError(f'{t_min=} must lie in [0, 1).')
+    raise ValueError(f'{t_min=} must lie in [0, 1)')
   return t_min + (1.0 - t_min) * uniforms

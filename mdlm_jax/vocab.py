@@ -28,8 +28,9 @@ class Vocab:
       that is EOS without `pad_is_eos`, `pad_is_eos` where it is not so, or
       nothing left to draw.
 
-  >>> Vocab(size=4, mask_id=1, pad_id=0).drawable
-  array([False, False,  True,  True])
+  Example:
+    >>> Vocab(size=4, mask_id=1, pad_id=0).drawable
+    array([False, False,  True,  True])
   """
 
   size: int
@@ -45,24 +46,24 @@ class Vocab:
       if not 0 <= token_id < self.size:
         raise ValueError(
           f'{role}={token_id} must lie in [0, {self.size}), the rows of the '
-          'table.'
+          'table'
         )
       if token_id == self.mask_id and role in ('pad_id', 'bos_id', 'eos_ids'):
         raise ValueError(
-          f'{role}={token_id} is also mask_id; MASK may have no other role.'
+          f'{role}={token_id} is also mask_id; MASK may have no other role'
         )
     if self.pad_is_eos and self.pad_id not in self.eos_ids:
       raise ValueError(
         f'pad_is_eos=True but pad_id={self.pad_id} is not among '
-        f'eos_ids={self.eos_ids}.'
+        f'eos_ids={self.eos_ids}'
       )
     if not self.pad_is_eos and self.pad_id in self.eos_ids:
       raise ValueError(
         f'pad_id={self.pad_id} is also an EOS id; declare it with '
-        'pad_is_eos=True.'
+        'pad_is_eos=True'
       )
     if not self.drawable.any():
-      raise ValueError(f'{self} leaves no id that can be drawn.')
+      raise ValueError(f'{self} leaves no id that can be drawn')
 
   def _roles(self):
     yield 'mask_id', self.mask_id

@@ -163,9 +163,6 @@ def attention_mask(
 
   The one mask builder of training and sampling.
 
-  >>> attention_mask(jnp.array([[True, False]])).tolist()
-  [[[True, False]]]
-
   Args:
     valid: False at padding. Shape `[B, L]`.
     segments: number of the document at each position; None: one per row.
@@ -173,6 +170,10 @@ def attention_mask(
 
   Returns:
     Shape `[B, 1, L]`, or `[B, L queries, L keys]` with segments.
+
+  Example:
+    >>> attention_mask(jnp.array([[True, False]])).tolist()
+    [[[True, False]]]
   """
   mask = valid[:, None, :]
   if segments is not None:
@@ -218,7 +219,16 @@ def rotate(
   cos: Float[Array, 'B L Half'],
   sin: Float[Array, 'B L Half'],
 ) -> Float[Array, 'B L H D']:
-  """Rotates each pair (x[i], x[i + D/2]) by its angle; dtype of `x`."""
+  """Rotates each pair (x[i], x[i + D/2]) by its angle (Su et al., 2021).
+
+  Args:
+    x: queries or keys. Shape `[B, L, H, D]`, D even.
+    cos: cosines of `rotary_angles`. Shape `[B, L, D / 2]`.
+    sin: sines of `rotary_angles`. Shape `[B, L, D / 2]`.
+
+  Returns:
+    Shape and dtype of `x`.
+  """
   first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
   cos, sin = cos[:, :, None], sin[:, :, None]
   rotated = jnp.concatenate(
@@ -230,7 +240,16 @@ def rotate(
 def rotary_angles(
   positions: Int[Array, 'B L'], head_dim: int, base: float
 ) -> Float[Array, 'B L Half']:
-  """Angles position * base^(-2i/D), i < D/2 (Su et al., 2021, equation 15)."""
+  """Angles position * base^(-2i/D) for i < D/2 (Su et al., 2021).
+
+  Args:
+    positions: logical positions. Shape `[B, L]`.
+    head_dim: width D of a head, even.
+    base: base of the wavelengths.
+
+  Returns:
+    float32 radians. Shape `[B, L, D / 2]`.
+  """
   exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
   return (
     positions[..., None].astype(jnp.float32) * base ** -exponents[None, None]
@@ -238,7 +257,14 @@ def rotary_angles(
 
 
 def time_features(t: Float[Array, 'B']) -> Float[Array, 'B F']:
-  """Cosines and sines of 1000 t at wavelengths 2 pi to 20,000 pi."""
+  """Cosines and sines of 1000 t 10,000^(-i/64) for i < 64.
+
+  Args:
+    t: noise level. Shape `[B]`.
+
+  Returns:
+    float32. Shape `[B, 128]`.
+  """
   exponents = jnp.arange(_TIME_FREQUENCIES) / _TIME_FREQUENCIES
   frequencies = 10_000.0 ** -exponents[None]
   angles = 1000.0 * t[:, None].astype(jnp.float32) * frequencies
