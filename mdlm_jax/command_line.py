@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
 
 from absl import app, flags, logging
 
@@ -12,7 +13,7 @@ from absl import app, flags, logging
 _USER_ERRORS = (ValueError, OSError, FloatingPointError)
 
 
-def _fail(message: object) -> None:
+def _fail(message: object) -> NoReturn:
   """Ends the program with one line on stderr and exit code 2."""
   if isinstance(message, KeyError):  # Whose text is the repr of its argument.
     message = message.args[0]

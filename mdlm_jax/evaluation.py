@@ -20,7 +20,8 @@ from mdlm_jax import (
   schedules,
   time_draws,
 )
-from mdlm_jax import vocab as vocab_lib
+from mdlm_jax.tokenizer import Tokenizer
+from mdlm_jax.vocab import Vocab
 
 
 class HeldOutBound(NamedTuple):
@@ -50,13 +51,13 @@ def held_out_bound(
   ids: Int[np.ndarray, 'N L'],
   valid: Bool[np.ndarray, 'N L'],
   *,
-  vocab: vocab_lib.Vocab,
+  vocab: Vocab,
   schedule: schedules.Schedule | None = None,
   num_replicates: int = 8,
   batch_size: int = 64,
   t_min: float = 1e-4,
 ) -> HeldOutBound:
-  """Monte-Carlo estimate of the bound (MD4, arXiv 2406.04329, eq. 5).
+  """Monte-Carlo estimate of the bound (MD4, arXiv 2406.04329, section 3).
 
   Every replicate masks every row once. Its noise levels are stratified over
   all rows and dealt to them at random, so that each row's is uniform. The
@@ -74,8 +75,13 @@ def held_out_bound(
     num_replicates: independent passes over the text, at least 2.
     batch_size: rows per network call, at least 1.
     t_min: noise levels are drawn from (t_min, 1]. What is left out below
-      t_min, the easiest part, is replaced by the mean over the rest: the
-      estimate is too high by less than t_min times itself.
+      t_min is replaced by the mean over the rest; where it is the easiest part
+      (a trained network, the linear schedule) the estimate is too high, by less
+      than t_min times itself.
+
+  Returns:
+    The estimate. It is of the integral over t only: for a schedule that is not
+    complete (see `schedules.Schedule`) it lacks the other terms of the bound.
 
   Raises:
     ValueError: too few replicates or rows per call, or no valid token.
@@ -120,7 +126,7 @@ def held_out_bound(
 def evaluate_documents(
   denoiser: predict.Denoiser,
   params: Any,
-  tokenizer: data.Tokenizer,
+  tokenizer: Tokenizer,
   documents: Sequence[data.Document],
   *,
   length: int,
@@ -133,6 +139,25 @@ def evaluate_documents(
 
   Each window is scored alone, without the text before it. Two models are
   compared under the same noise when `seed` and the windows are the same.
+
+  Args:
+    denoiser: the network.
+    params: its parameters.
+    tokenizer: text to ids.
+    documents: the texts, cut into windows one by one.
+    length: tokens per window, at most what the network accepts.
+    schedule: masking schedule the network was trained with; None: linear.
+    num_replicates: independent passes over the text, at least 2.
+    batch_size: windows per network call, at least 1.
+    seed: of all noise.
+
+  Returns:
+    The bound in nats per token and in bits per character, each with its
+    standard error, and what it was measured on. JSON can hold it.
+
+  Raises:
+    ValueError: as `held_out_bound`; no text, or characters that the tokenizer
+      does not know.
   """
   windows = data.consecutive_windows(documents, tokenizer, length)
   ids, valid = windows.take(np.arange(len(windows.starts)))

@@ -140,7 +140,22 @@ def target_log_probs(
 
 
 def allowed(logits: Float[Array, '*S V'], vocab: Vocab) -> Float[Array, '*S V']:
-  """Logits in float32 or wider, -inf at ids that may not be drawn."""
+  """Logits in float32 or wider, -inf at ids that may not be drawn.
+
+  Args:
+    logits: any floating dtype. Shape `[..., V]`.
+    vocab: which ids may be drawn.
+
+  Returns:
+    float32 (float64 for float64 logits). Shape `[..., V]`.
+
+  Raises:
+    ValueError: V is not the size of the vocabulary.
+
+  Example:
+    >>> print(allowed(jnp.zeros(3, jnp.bfloat16), Vocab(size=3, mask_id=1)))
+    [  0. -inf   0.]
+  """
   num_ids = logits.shape[-1]
   if num_ids != vocab.size:
     raise ValueError(
@@ -151,7 +166,22 @@ def allowed(logits: Float[Array, '*S V'], vocab: Vocab) -> Float[Array, '*S V']:
 
 
 def reduce_logits(logits: Float[Array, '*S V']) -> Prediction:
-  """The two-level log-sum-exp of logits, which no second array follows."""
+  """The two-level log-sum-exp of logits.
+
+  Unlike a log-softmax it leaves no second array of the size of the logits.
+
+  Args:
+    logits: float32 or wider, -inf at ids that may not be drawn. Shape
+      `[..., V]`.
+
+  Returns:
+    The logits and their sums. `log_z` is not finite where a logit is NaN or
+    +inf, or where all are -inf.
+
+  Example:
+    >>> print(jnp.exp(reduce_logits(jnp.log(jnp.array([1.0, 3.0]))).log_z))
+    4.0
+  """
   num_blocks, block_size = block_shape(logits.shape[-1])
   blocks = logits.reshape(logits.shape[:-1] + (num_blocks, block_size))
   # Kept, or XLA's CPU back end computes the maxima anew in every fusion.

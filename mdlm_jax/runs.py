@@ -33,6 +33,7 @@ from mdlm_jax import (
   training,
 )
 from mdlm_jax.models import directory, transformer
+from mdlm_jax.tokenizer import Tokenizer
 
 # What a resumed run may change; everything else must be as it was.
 _MAY_CHANGE = (
@@ -49,7 +50,7 @@ class Run(NamedTuple):
   """What the config stands for."""
 
   corpus: data.Corpus
-  tokenizer: data.Tokenizer
+  tokenizer: Tokenizer
   windows: data.Windows
   model: transformer.TransformerConfig
   optimizer: Any

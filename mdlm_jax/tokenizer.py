@@ -12,7 +12,7 @@ import numpy as np
 import tokenizers
 from jaxtyping import ArrayLike, Int
 
-from mdlm_jax import vocab as vocab_lib
+from mdlm_jax.vocab import Vocab
 
 _PAD, _MASK = '[PAD]', '[MASK]'
 
@@ -37,10 +37,10 @@ class Tokenizer:
       raise ValueError(f'ids 0, 1 must be {_PAD}, {_MASK}, are {special}')
 
   @functools.cached_property
-  def vocab(self) -> vocab_lib.Vocab:
+  def vocab(self) -> Vocab:
     """The vocabulary's size and roles."""
     size = self.backend.get_vocab_size()
-    return vocab_lib.Vocab(size=size, mask_id=1, pad_id=0)
+    return Vocab(size=size, mask_id=1, pad_id=0)
 
   @functools.cached_property
   def alphabet(self) -> frozenset[str] | None:

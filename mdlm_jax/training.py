@@ -14,7 +14,7 @@ import optax
 from jaxtyping import Array, Int, Key
 
 from mdlm_jax import corruption, losses, predict, schedules, time_draws
-from mdlm_jax import vocab as vocab_lib
+from mdlm_jax.vocab import Vocab
 
 Params = Any
 
@@ -117,12 +117,12 @@ def make_optimizer(
       beta1,
       beta2,
       weight_decay=weight_decay,
-      mask=_is_matrix,
+      mask=_is_decayed,
     )
   return optax.chain(optax.clip_by_global_norm(clip_norm), update)
 
 
-def _is_matrix(params):
+def _is_decayed(params):
   """Which leaves are decayed: all but biases and the scales of norms."""
   return jax.tree_util.tree_map_with_path(
     lambda path, _: path[-1].key not in ('scale', 'bias'), params
@@ -147,8 +147,11 @@ def averaged_params(state: TrainState, decay: float) -> Params:
   2015, section 3). Before the first step: the initial parameters.
 
   Args:
-    state: its `ema` was updated with the same decay.
+    state: its `ema` was updated with the same decay; concrete.
     decay: in [0, 1).
+
+  Returns:
+    float32 parameters.
   """
   if int(state.step) == 0:
     return state.params
@@ -179,7 +182,7 @@ def train_step(
   denoiser: predict.Denoiser,
   optimizer: optax.GradientTransformation,
   *,
-  vocab: vocab_lib.Vocab,
+  vocab: Vocab,
   ema_decay: float,
   schedule: schedules.Schedule | None = None,
   times: Callable = time_draws.stratified_times,

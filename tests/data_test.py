@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mdlm_jax import data
+from mdlm_jax.tokenizer import character_tokenizer
 
 
 def write(directory, **texts):
@@ -162,7 +163,7 @@ def test_windows_cover_every_token_inside_documents(sizes, length, stride):
 
 def test_ten_tokens_in_windows_of_four():
   documents = [data.Document('a', 'abcdefghij')]
-  tokenizer = data.character_tokenizer('abcdefghij')
+  tokenizer = character_tokenizer('abcdefghij')
   windows = data.consecutive_windows(documents, tokenizer, 4)
   ids, valid = windows.take(np.arange(3))
   np.testing.assert_array_equal(
@@ -173,7 +174,7 @@ def test_ten_tokens_in_windows_of_four():
 
 def test_text_shorter_than_the_sequence_length_is_named():
   documents = [data.Document('a.txt', 'abc'), data.Document('b.txt', 'abcde')]
-  tokenizer = data.character_tokenizer('abcde')
+  tokenizer = character_tokenizer('abcde')
   with pytest.raises(ValueError, match=r'b\.txt: 5 tokens .* length 6'):
     data.training_windows(documents, tokenizer, 6)
   # One document that is long enough will do; the other is filled up.

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import script_runner
 
-from mdlm_jax import data, ngrams, rules, schedules
+from mdlm_jax import ngrams, rules, schedules
 from mdlm_jax.models import directory, transformer
+from mdlm_jax.tokenizer import character_tokenizer
 
 REVEAL = 'experiments/parallel_reveal_error.py'
 STEPS = 'experiments/step_count.py'
@@ -131,7 +132,7 @@ def test_reference_comes_from_the_corpus_of_the_model(step_count, tmp_path):
 
 def test_step_count_runs_on_a_small_model(tmp_path, capsys):
   text = 'the cat sat on the mat and the dog ran '
-  tokenizer = data.character_tokenizer(text)
+  tokenizer = character_tokenizer(text)
   config = transformer.TransformerConfig(
     vocab_size=tokenizer.vocab.size,
     num_layers=1,

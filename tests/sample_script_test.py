@@ -8,8 +8,8 @@ import jax
 import pytest
 import script_runner
 
-from mdlm_jax import data
 from mdlm_jax.models import directory, transformer
+from mdlm_jax.tokenizer import character_tokenizer
 
 ALPHABET = ' .abcdefghijklmnopqrstuvwxyzIT{}'
 # With it 8 of the model's 24 positions are open. Tests that share their shapes
@@ -20,7 +20,7 @@ PROMPT = 'the people {is} '
 @pytest.fixture(scope='module')
 def checkpoint(tmp_path_factory):
   """A work directory with a model of 24 characters."""
-  tokenizer = data.character_tokenizer(ALPHABET)
+  tokenizer = character_tokenizer(ALPHABET)
   config = transformer.TransformerConfig(
     vocab_size=tokenizer.vocab.size,
     num_layers=1,
