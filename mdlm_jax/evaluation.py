@@ -96,7 +96,7 @@ def held_out_bound(
     raise ValueError('no token to evaluate')
   times_key, corruption_key = jax.random.split(key)
   num_rows = len(ids)
-  t = _dealt_times(times_key, num_replicates, num_rows, t_min)
+  t = np.asarray(_dealt_times(times_key, num_replicates, num_rows, t_min))
   sums = []
   for start in range(0, len(t), batch_size):
     # The last batch is filled up with rows that have no valid token.
@@ -222,7 +222,10 @@ def environment() -> dict:
   }
 
 
-def _dealt_times(key, num_replicates, num_rows, t_min) -> np.ndarray:
+@functools.partial(
+  jax.jit, static_argnames=('num_replicates', 'num_rows', 't_min')
+)
+def _dealt_times(key, num_replicates, num_rows, t_min) -> Float[Array, 'N']:
   """Stratified times, dealt to the rows at random in every replicate."""
 
   def deal(key):
@@ -231,7 +234,7 @@ def _dealt_times(key, num_replicates, num_rows, t_min) -> np.ndarray:
     return time_draws.stratified_times(draw_key, strata, num_rows, t_min=t_min)
 
   keys = jax.random.split(key, num_replicates)
-  return np.asarray(jax.vmap(deal)(keys)).reshape(-1)
+  return jax.vmap(deal)(keys).reshape(-1)
 
 
 @functools.partial(jax.jit, static_argnames=('denoiser', 'vocab', 'schedule'))

@@ -9,7 +9,7 @@ import pytest
 
 from mdlm_jax import draws, oracle, rules, sampling
 from mdlm_jax.canvas import from_prompts, from_rows
-from mdlm_jax.predict import predict
+from mdlm_jax.predict import Denoiser, predict
 from mdlm_jax.schedules import cosine, cosine_grid, polynomial, uniform_grid
 from mdlm_jax.vocab import Vocab
 
@@ -179,6 +179,23 @@ def test_simulation_agrees_with_the_law(rule, draw):
   chi2 = ((counts - expected) ** 2 / expected).sum()
   # Mean about n - 1, five standard deviations: a false alarm in 10^5.
   assert chi2 < len(keys) - 1 + 5 * np.sqrt(2 * (len(keys) - 1))
+
+
+def test_the_law_of_another_network_is_its_own():
+  # A network that knows nothing: all four strings, two of them impossible.
+  def features(params, cache, ids, **unused):
+    return jnp.zeros((*ids.shape, VOCAB.size)), ()
+
+  flat = Denoiser(features, lambda params, hidden: hidden)
+  vocab = Vocab(size=5, mask_id=1, pad_id=0, forbidden_ids=(C,))
+  law = oracle.sampler_law(
+    TWINS, from_rows([[None] * 2], vocab), vocab=vocab,
+    rule=rules.kernel(uniform_grid(2)), denoiser=flat,
+  )  # fmt: skip
+  assert sorted(law.probabilities) == [(A, A), (A, B), (B, A), (B, B)]
+  np.testing.assert_allclose(list(law.probabilities.values()), 0.25, rtol=1e-12)
+  # Both revealed in the first step (1/4) and different (1/2).
+  np.testing.assert_allclose(law.impossible_mass, 1 / 8, rtol=1e-12)
 
 
 @pytest.mark.parametrize(

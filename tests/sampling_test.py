@@ -46,7 +46,12 @@ def neighbour_logits(params, ids, t, positions):
   return sure[..., None] * jax.nn.one_hot(left + 1, VOCAB.size)
 
 
+def given_logits(params, ids, t, positions):
+  return params
+
+
 UNIFORM, TABLE = stub(uniform_logits), stub(table_logits)
+LOGITS = stub(given_logits)
 NEIGHBOUR = stub(neighbour_logits)
 
 
@@ -153,11 +158,12 @@ def test_a_row_alone_equals_the_row_in_any_batch(rule):
   network = transformer.denoiser(config)
   together = run(network, from_prompts(prompts, 6, VOCAB), rule, params=params)
   for row, prompt in enumerate(prompts):
-    alone = run(
-      network, from_prompts([prompt], 6, VOCAB), rule, params=params,
-      row_ids=jnp.array([row]),
-    )  # fmt: skip
     length = len(prompt) + 6
+    # The shortest without its padding; the others in one compiled shape.
+    canvas = from_rows(
+      [[*prompt, *[None] * 6]], VOCAB, length=None if row == 0 else 10
+    )
+    alone = run(network, canvas, rule, params=params, row_ids=jnp.array([row]))
     np.testing.assert_array_equal(
       alone.ids[0, :length], together.ids[row, :length]
     )
@@ -232,19 +238,29 @@ def test_ids_without_a_token_are_never_drawn():
   assert set(np.unique(result.ids)) == set(range(9))
 
 
-@pytest.mark.parametrize('bad', [jnp.nan, jnp.inf])
-def test_unusable_logits_raise_and_name_the_row(bad):
-  def spoilt(params, ids, t, positions):
-    logits = jnp.zeros((*ids.shape, VOCAB.size))
-    return logits.at[1, 2, 5].set(bad)
-
+@pytest.mark.parametrize(
+  ('ids_of_bad', 'bad'),
+  [(5, jnp.nan), (5, jnp.inf), (slice(2, None), -jnp.inf)],
+  ids=['NaN', 'infinite', 'none left'],
+)
+def test_unusable_logits_raise_and_name_the_row(ids_of_bad, bad):
+  logits = jnp.zeros((2, 4, VOCAB.size)).at[1, 2, ids_of_bad].set(bad)
   canvas = from_prompts([[], []], 4, VOCAB)
+  rule = rules.by_confidence(2)
   with pytest.raises(ValueError, match=r'non-finite logits.*row\(s\) \[1\]'):
-    run(stub(spoilt), canvas, rules.by_confidence(2))
-  # An outer jit cannot raise; the check comes after it.
-  compiled = jax.jit(lambda: run(stub(spoilt), canvas, rules.by_confidence(2)))
-  with pytest.raises(ValueError, match=r'non-finite logits.*row\(s\) \[1\]'):
-    sampling.check_finite(compiled())
+    run(LOGITS, canvas, rule, params=logits)
+
+
+def test_an_outer_jit_leaves_the_check_of_logits_to_the_caller():
+  canvas = from_prompts([[], []], 4, VOCAB)
+
+  @jax.jit
+  def compiled(logits):
+    return run(LOGITS, canvas, rules.by_confidence(2), params=logits)
+
+  result = compiled(jnp.full((2, 4, VOCAB.size), jnp.nan))
+  with pytest.raises(ValueError, match=r'non-finite logits.*row\(s\) \[0, 1\]'):
+    sampling.check_finite(result)
 
 
 def test_one_program_for_a_second_prompt_of_the_same_shape():
