@@ -16,9 +16,11 @@ import pathlib
 import signal
 import sys
 import time
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
+import optax
 import tensorboardX
 import tqdm
 from ml_collections import ConfigDict
@@ -47,20 +49,38 @@ _MAY_CHANGE = (
 
 
 class Run(NamedTuple):
-  """What the config stands for."""
+  """What the config stands for.
+
+  Attributes:
+    corpus: the texts by use.
+    tokenizer: text to ids, made from the corpus.
+    windows: what batches are drawn from.
+    model: shape of the network.
+    optimizer: an optax transformation.
+    step: the compiled update, see `training.train_step`.
+    init_key: key of the initial parameters.
+    train_key: key of all noise of training.
+  """
 
   corpus: data.Corpus
   tokenizer: Tokenizer
   windows: data.Windows
   model: transformer.TransformerConfig
-  optimizer: Any
-  step: Any
+  optimizer: optax.GradientTransformation
+  step: Callable
   init_key: jax.Array
   train_key: jax.Array
 
 
 def prepare(config: ConfigDict) -> Run:
-  """Reads and checks everything; writes nothing."""
+  """Reads and checks everything; writes nothing.
+
+  Args:
+    config: as the files in configs/ have it.
+
+  Raises:
+    ValueError, OSError: the first mistake in the config or in its texts.
+  """
   for name, value, least in (
     ('log_every', config.log_every, 1),
     ('checkpoint_every', config.checkpoint_every, 1),
@@ -80,6 +100,8 @@ def prepare(config: ConfigDict) -> Run:
     validation_files=config.data.validation_files,
     split=config.data.split,
   )
+  if not corpus.validation:
+    raise ValueError('the text is too short to hold a part of it out')
   tokenizer = data.corpus_tokenizer(corpus, config.data.bpe_vocab_size)
   windows = data.training_windows(
     corpus.training, tokenizer, config.data.length
@@ -155,6 +177,7 @@ def recorder(workdir: pathlib.Path, start: int, config: ConfigDict):
 
   What an earlier session wrote after its last checkpoint is dropped.
   """
+  workdir.mkdir(parents=True, exist_ok=True)
   path = workdir / 'metrics.jsonl'
   lines = path.read_text().splitlines() if path.exists() else []
   path.write_text(''.join(f'{x}\n' for x in lines if _line_step(x) <= start))
@@ -238,7 +261,19 @@ def train_steps(config, run, store, settings, workdir, state, iterator):
 
 
 def train(config: ConfigDict, workdir: pathlib.Path) -> int:
-  """Trains, evaluates and writes; returns the exit code."""
+  """Trains, evaluates and writes.
+
+  Args:
+    config: as the files in configs/ have it.
+    workdir: made if missing; a run that it holds goes on.
+
+  Returns:
+    The exit code: 0, and 130 where Ctrl-C ended the run early.
+
+  Raises:
+    ValueError, OSError: a mistake of `prepare`, or `workdir` holds another run.
+    FloatingPointError: training diverged.
+  """
   run = prepare(config)
   settings = run_settings(config, run)
   iterator = data.batches(

@@ -211,6 +211,15 @@ def test_mistakes_are_found_before_anything_is_written(
   assert not (tmp_path / 'run').exists()
 
 
+def test_a_text_too_short_to_hold_a_part_out_is_refused(tmp_path):
+  # 5 % of nine characters round to none.
+  (tmp_path / 'text.txt').write_text('abcabcabc')
+  config = tiny_config(tmp_path / 'text.txt', **{'data.length': 4})
+  with pytest.raises(ValueError, match='too short to hold'):
+    runs.train(config, tmp_path / 'run')
+  assert not (tmp_path / 'run').exists()
+
+
 def test_divergence_is_named_and_not_saved(text_file, tmp_path):
   config = tiny_config(
     text_file, **{'optimizer.learning_rate': 1e30, 'steps': 100}
