@@ -67,14 +67,23 @@ def pyplot():
   return module
 
 
-def check_output(path: str | None) -> None:
-  """Raises OSError where a file to be written at the end could not be.
+def check_outputs(*, plot: str | None, numbers: str | None) -> None:
+  """Fails now where writing results at the end would fail.
 
   Args:
-    path: the file, or None for no file.
+    plot: file of the plot, or None; without matplotlib the program ends.
+    numbers: file of the numbers, or None.
+
+  Raises:
+    OSError: a file that could not be written.
   """
-  if path is None:
-    return
+  for path in filter(None, (plot, numbers)):
+    _check_writable(path)
+  if plot:
+    pyplot()
+
+
+def _check_writable(path: str) -> None:
   if os.path.isdir(path):
     raise IsADirectoryError(f'{path} is a directory, not a file to write')
   folder = os.path.dirname(path) or '.'

@@ -154,19 +154,11 @@ def plot(rows: Sequence[dict], path: str) -> None:
   figure.savefig(path, dpi=150)
 
 
-def check_outputs() -> None:
-  """What would fail at the end fails now."""
-  for path in (_PLOT.value, _JSON.value):
-    command_line.check_output(path)
-  if _PLOT.value:
-    command_line.pyplot()
-
-
 def main(argv):
   del argv
   if _ROWS.value < 1:
     raise ValueError(f'--rows={_ROWS.value} must be at least 1')
-  check_outputs()
+  command_line.check_outputs(plot=_PLOT.value, numbers=_JSON.value)
   rows = measure(_ROWS.value, _SEED.value)
   print("invalid fraction of 'red red' / 'blue blue'\n")
   print(table(rows))

@@ -230,17 +230,9 @@ def plot(rows: Sequence[dict], path: str) -> None:
   figure.savefig(path, dpi=150)
 
 
-def check_outputs() -> None:
-  """What would fail at the end fails now."""
-  for path in (_PLOT.value, _JSON.value):
-    command_line.check_output(path)
-  if _PLOT.value:
-    command_line.pyplot()
-
-
 def main(argv):
   del argv
-  check_outputs()
+  command_line.check_outputs(plot=_PLOT.value, numbers=_JSON.value)
   path = directory.find(_CHECKPOINT.value)
   if _WRITE_REFERENCE.value:
     write_reference(path, pathlib.Path(_WRITE_REFERENCE.value))
