@@ -13,7 +13,7 @@ from ml_collections.config_dict import placeholder
 def get_config() -> ConfigDict:
   config = ConfigDict()
   config.seed = 0  # Of the parameters, the order of the data and all noise.
-  config.steps = 1200  # Updates; the learning rate falls to 0 over them.
+  config.steps = 1000  # Updates; the learning rate falls to 0 over them.
 
   config.data = data = ConfigDict()
   data.files = ''  # Paths or globs, by commas; '': the default corpus.

@@ -7,6 +7,7 @@ unchecked; the rules of the sampler are built from the same two.
 
 import functools
 from collections.abc import Sequence
+from typing import SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -73,8 +74,8 @@ def reverse_update(
   confidence: ArrayLike | Sequence,
   generation_slots: ArrayLike | Sequence,
   reveal_counts: ArrayLike | Sequence,
-  mask_id: int,
-  pad_id: int,
+  mask_id: SupportsIndex,
+  pad_id: SupportsIndex,
 ) -> Int[Array, 'B L']:
   """Commits, per row, the most confident candidates at open MASK positions.
 
