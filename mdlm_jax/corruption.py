@@ -76,7 +76,7 @@ def corrupt(
   )
   eligible = valid if protected is None else valid & ~protected
   return corrupt_with_noise(
-    uniforms, clean_ids, 1.0 - schedule.alpha(t), eligible, mask_id=mask_id
+    uniforms, clean_ids, schedule.masked(t), eligible, mask_id=mask_id
   )
 
 

@@ -90,9 +90,7 @@ def discrete_bound(
   """The bound of a chain of T steps, one draw of the step and mask per row.
 
   As `continuous_bound` with the weight T (alpha_s - alpha_t) / (1 - alpha_t),
-  s = t - 1/T (MD4, arXiv 2406.04329, section 3). Formed from a difference of
-  alphas it is less precise than the closed form of the continuous weight where
-  alpha is near 1. It bounds -log p(x) of a
+  s = t - 1/T (MD4, arXiv 2406.04329, section 3). It bounds -log p(x) of a
   sampler that makes T uniform steps of the exact reverse kernel, and falls to
   the continuous bound as T grows.
 

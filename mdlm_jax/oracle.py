@@ -136,44 +136,40 @@ def sampler_law(
     The law and the mass that passed through a context of probability zero.
 
   Raises:
-    ValueError: for a canvas of more than one row.
+    ValueError: for a canvas of more than one row or of another length.
   """
   if canvas.ids.shape[0] != 1:
     raise ValueError(f'one row at a time, not {canvas.ids.shape[0]}')
-  draw = categorical() if draw is None else draw
-  denoiser = exact_denoiser(vocab) if denoiser is None else denoiser
-  num_calls = rule.calls(canvas.ids.shape[1])
+  if canvas.ids.shape[1] != params.strings.shape[1]:
+    raise ValueError(
+      f'a canvas of {canvas.ids.shape[1]} slots for strings of '
+      f'{params.strings.shape[1]}'
+    )
+  decoding = sampling.Decoding(
+    exact_denoiser(vocab) if denoiser is None else denoiser,
+    vocab,
+    rule,
+    categorical() if draw is None else draw,
+  )
   with jax.enable_x64(True):
-    start = sampling.initial_state(canvas, vocab, rule)
+    start = sampling.initial_state(decoding, canvas)
     # Mass of each state, and the part of it that met an impossible context.
     masses = {_freeze(start): (1.0, 0.0)}
-    for step in range(num_calls):
-      masses = _advance(
-        denoiser,
-        params,
-        masses,
-        start,
-        step,
-        canvas,
-        vocab,
-        rule,
-        draw,
-        num_calls,
-      )
+    for step in range(rule.calls(canvas.ids.shape[1])):
+      masses = _advance(decoding, params, masses, start, step, canvas)
   law: dict[tuple[int, ...], float] = {}
   for (ids, *_), (mass, _) in masses.items():
     law[ids] = law.get(ids, 0.0) + mass
   return SamplerLaw(law, sum(impossible for _, impossible in masses.values()))
 
 
-def _advance(
-  denoiser, params, masses, like, step, canvas, vocab, rule, draw, num_calls
-):
+def _advance(decoding, params, masses, like, step, canvas):
   """The law after one call, by running the call on every state and cell."""
+  vocab = decoding.vocab
   states = _thaw(list(masses), like)
   batch = _repeat(canvas, len(masses))
   prediction, _ = _predict(
-    denoiser,
+    decoding.denoiser,
     params,
     None,
     states.ids,
@@ -192,8 +188,8 @@ def _advance(
   parents, weights, impossible, noises = [], [], [], []
   for i, (mass, was_impossible) in enumerate(masses.values()):
     row = jax.tree.map(lambda x, i=i: x[i], prediction)
-    rule_cells = list(rule.cells(step, masked[i]))
-    for p_draw, draw_noise in draw.cells(row, masked[i]):
+    rule_cells = list(decoding.rule.cells(step, masked[i]))
+    for p_draw, draw_noise in decoding.draw.cells(row, masked[i]):
       for p_rule, rule_noise in rule_cells:
         p = p_draw * p_rule
         parents.append(i)
@@ -203,22 +199,15 @@ def _advance(
 
   # Padded to a power of two, so that few shapes are compiled.
   size = 1 << (len(parents) - 1).bit_length()
-  fill = [0] * (size - len(parents))
-  pick = np.asarray(parents + fill)
-  noise = jax.tree.map(
-    lambda *leaves: np.stack(leaves), *noises, *[noises[0]] * len(fill)
-  )
+  fill = size - len(parents)
+  pick = np.array(parents + [0] * fill)
   after = _reverse_step(
-    denoiser,
+    decoding,
     params,
-    noise,
+    jax.tree.map(lambda *leaves: np.stack(leaves), *noises, *noises[:1] * fill),
     step,
     jax.tree.map(lambda x: x[pick], states),
     _repeat(canvas, size),
-    vocab,
-    rule,
-    draw,
-    num_calls,
   )
   masses = {}
   rows = jax.tree.map(np.asarray, after)
@@ -230,10 +219,7 @@ def _advance(
 
 
 _predict = jax.jit(predict, static_argnames=('denoiser', 'vocab'))
-_reverse_step = jax.jit(
-  sampling.reverse_step,
-  static_argnames=('denoiser', 'vocab', 'rule', 'draw', 'num_calls'),
-)
+_reverse_step = jax.jit(sampling.reverse_step, static_argnames='decoding')
 
 
 def _repeat(canvas: Canvas, count: int) -> Canvas:

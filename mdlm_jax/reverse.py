@@ -9,6 +9,7 @@ import functools
 from collections.abc import Sequence
 from typing import SupportsIndex
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +17,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from mdlm_jax.checks import check_values
+from mdlm_jax.ordering import lowest_integer, ordered_integers
 
 
 def top_eligible(
@@ -45,9 +47,14 @@ def top_eligible(
     >>> top_eligible(jnp.array([.9, .1, .5]), jnp.array([False, True, True]), 1)
     Array([False, False,  True], dtype=bool)
   """
+  chex.assert_rank(scores, 1)
+  chex.assert_equal_shape([scores, eligible])
   (length,) = scores.shape
   k = length if max_count is None else min(max_count, length)
-  ranks = jnp.where(eligible, _ordered_integers(scores), _lowest(scores.dtype))
+  # Integers, since masking with -inf would tie with eligible scores of -inf.
+  ranks = jnp.where(
+    eligible, ordered_integers(scores), lowest_integer(scores.dtype)
+  )
   _, order = jax.lax.top_k(ranks, k)
   marked = jnp.arange(k) < count
   return jnp.zeros(length, bool).at[order].set(marked) & eligible
@@ -65,6 +72,7 @@ def commit(
     >>> print(commit(jnp.array([7, 1]), jnp.array([9, 8]), write))
     [7 8]
   """
+  chex.assert_equal_shape([ids, candidate_ids, write])
   return jnp.where(write, candidate_ids, ids)
 
 
@@ -176,25 +184,3 @@ def _typed(name, value, kind) -> Array:
   if not jnp.issubdtype(array.dtype, kind):
     raise ValueError(f'{name} must be {kind.__name__}, not {array.dtype}')
   return jnp.asarray(array)
-
-
-def _ordered_integers(scores: Float[Array, '*S']) -> Int[Array, '*S']:
-  """Integers in the order of the floats, all above `_lowest`.
-
-  Masking with -inf would tie with eligible scores of -inf; the integer minimum
-  is below every float that is not NaN.
-  """
-  dtype = _integer_dtype(scores.dtype)
-  # -0 and +0 are equal scores and must tie.
-  scores = jnp.where(scores == 0, jnp.zeros_like(scores), scores)
-  bits = jax.lax.bitcast_convert_type(scores, dtype)
-  return jnp.where(bits < 0, bits ^ jnp.iinfo(dtype).max, bits)
-
-
-def _integer_dtype(dtype) -> np.dtype:
-  return np.dtype(f'int{jnp.finfo(dtype).bits}')
-
-
-def _lowest(dtype) -> Array:
-  integer = _integer_dtype(dtype)
-  return jnp.array(jnp.iinfo(integer).min, integer)

@@ -6,7 +6,6 @@ the loop. Constructors are cached: equal settings give the identical rule, so
 nothing is compiled twice.
 """
 
-import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from mdlm_jax import noise as noise_lib
+from mdlm_jax.interning import interned
 from mdlm_jax.reverse import top_eligible
 from mdlm_jax.schedules import (
   Schedule,
@@ -98,7 +98,7 @@ class Rule(NamedTuple):
   cells: Callable
 
 
-@functools.cache
+@interned
 def kernel(grid: tuple[float, ...], schedule: Schedule = _LINEAR) -> Rule:
   """The exact reverse kernel of masked diffusion on a decreasing grid.
 
@@ -106,9 +106,10 @@ def kernel(grid: tuple[float, ...], schedule: Schedule = _LINEAR) -> Rule:
   probability (alpha_s - alpha_t) / (1 - alpha_t), independently, and receives
   its candidate; all are committed at once (the reverse posterior of Sahoo et
   al. 2024, section 3.2, and of Shi et al. 2024, section 2). The last interval
-  reveals everything. With a candidate drawn from the predicted categorical this
-  is ancestral sampling; the law of the tokens approaches that of the denoiser
-  as the grid gets finer.
+  reveals everything where alpha(0) = 1; elsewhere the sampler writes what is
+  left. With a candidate drawn from the predicted categorical this is ancestral
+  sampling; the law of the tokens approaches that of the denoiser as the grid
+  gets finer.
 
   Args:
     grid: noise levels from 1.0 to 0.0, strictly decreasing, one more than the
@@ -160,7 +161,7 @@ def kernel(grid: tuple[float, ...], schedule: Schedule = _LINEAR) -> Rule:
   )
 
 
-@functools.cache
+@interned
 def by_confidence(
   num_steps: int,
   *,
@@ -198,8 +199,10 @@ def by_confidence(
     return math.ceil(num_slots * largest) + 1
 
   def level(num_masked, num_open):
-    share = num_masked / jnp.maximum(num_open, 1)
-    return schedule.inverse(1 - share.astype(_float_dtype()))
+    share = (num_masked / jnp.maximum(num_open, 1)).astype(_float_dtype())
+    # A schedule may not reach every share: the nearest level it has.
+    least, most = (schedule.alpha(jnp.asarray(t, share.dtype)) for t in (1, 0))
+    return jnp.clip(schedule.inverse(jnp.clip(1 - share, least, most)), 0, 1)
 
   def init(row):
     num_masked = row.masked.sum()

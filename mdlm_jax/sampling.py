@@ -3,18 +3,35 @@
 import functools
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from mdlm_jax.canvas import Canvas
-from mdlm_jax.draws import Draw, categorical
+from mdlm_jax.draws import Draw, DrawNoise, categorical
 from mdlm_jax.noise import row_keys
 from mdlm_jax.predict import Denoiser, predict
 from mdlm_jax.reverse import commit
 from mdlm_jax.rules import Proposal, Row, Rule
 from mdlm_jax.vocab import Vocab
+
+
+class Decoding(NamedTuple):
+  """Everything static about a sampler; hashable.
+
+  Attributes:
+    denoiser: the network.
+    vocab: roles of the ids.
+    rule: which positions are written in a step.
+    draw: which values are proposed.
+  """
+
+  denoiser: Denoiser
+  vocab: Vocab
+  rule: Rule
+  draw: Draw
 
 
 class SampleResult(NamedTuple):
@@ -68,8 +85,8 @@ def sample(
 ) -> SampleResult:
   """Fills in the canvas by repeated reverse updates, in one `lax.scan`.
 
-  The four axes of decoding are its arguments: `draw` says which values, `rule`
-  which positions, and in what order; the canvas says what is open.
+  The axes of decoding are its arguments: `draw` says which values, `rule` which
+  positions and when, the canvas what is open.
 
   Everything random depends on the key, the row id, the step and the logical
   position only, so a row alone equals the row in any batch.
@@ -93,18 +110,15 @@ def sample(
     ValueError: on concrete arrays, for logits that are NaN, infinite or all
       forbidden. Under an outer `jit` call `check_finite` on the result.
   """
+  chex.assert_rank(canvas.ids, 2)
+  chex.assert_equal_shape([x for x in canvas if x is not None])
   if row_ids is None:
     row_ids = jnp.arange(canvas.ids.shape[0])
+  decoding = Decoding(
+    denoiser, vocab, rule, categorical() if draw is None else draw
+  )
   result = _sample(
-    denoiser,
-    params,
-    key,
-    canvas,
-    row_ids,
-    vocab=vocab,
-    rule=rule,
-    draw=categorical() if draw is None else draw,
-    trajectory=trajectory,
+    decoding, params, key, canvas, row_ids, trajectory=trajectory
   )
   if not isinstance(result.finite, jax.core.Tracer):
     check_finite(result)
@@ -121,71 +135,80 @@ def check_finite(result: SampleResult) -> None:
     )
 
 
-@functools.partial(
-  jax.jit, static_argnames=('denoiser', 'vocab', 'rule', 'draw', 'trajectory')
-)
-def _sample(
-  denoiser, params, key, canvas, row_ids, *, vocab, rule, draw, trajectory
-):
-  num_calls = rule.calls(canvas.ids.shape[1])
+@functools.partial(jax.jit, static_argnames=('decoding', 'trajectory'))
+def _sample(decoding, params, key, canvas, row_ids, *, trajectory):
+  num_calls = decoding.rule.calls(canvas.ids.shape[1])
   keys = row_keys(key, row_ids)
 
   def call(state: SamplerState, step):
-    masked = is_masked(state.ids, canvas, vocab)
-    noise = step_noise(rule, draw, keys, step, canvas, num_ids=vocab.size)
-    next_state = reverse_step(
-      denoiser, params, noise, step, state, canvas, vocab, rule, draw, num_calls
-    )
+    masked = is_masked(state.ids, canvas, decoding.vocab)
     share = masked.sum(1) / jnp.maximum(canvas.generation_slots.sum(1), 1)
-    kept = next_state.ids if trajectory else None
-    return next_state, (state.t, share, kept)
+    noise = step_noise(decoding, keys, step, canvas)
+    after = reverse_step(decoding, params, noise, step, state, canvas)
+    return after, (state.t, share, after.ids if trajectory else None)
 
-  state = initial_state(canvas, vocab, rule)
+  state = initial_state(decoding, canvas)
   state, (t, share, kept) = jax.lax.scan(call, state, jnp.arange(num_calls))
   return SampleResult(
     state.ids, jnp.int32(num_calls), t, share, state.finite, kept
   )
 
 
-def is_masked(ids, canvas: Canvas, vocab: Vocab) -> Bool[Array, 'B L']:
+def is_masked(
+  ids: Int[Array, 'B L'], canvas: Canvas, vocab: Vocab
+) -> Bool[Array, 'B L']:
   """Generation slots whose token is MASK; no draw can write a MASK there."""
   return canvas.generation_slots & (ids == vocab.mask_id)
 
 
-def initial_state(canvas: Canvas, vocab: Vocab, rule: Rule) -> SamplerState:
+def initial_state(decoding: Decoding, canvas: Canvas) -> SamplerState:
   """The state before the first call."""
-  rule_state, t = jax.vmap(rule.init)(_rows(canvas.ids, canvas, vocab))
+  rows = _rows(canvas.ids, canvas, decoding.vocab)
+  rule_state, t = jax.vmap(decoding.rule.init)(rows)
   finite = jnp.ones(canvas.ids.shape[0], bool)
   return SamplerState(canvas.ids, t, rule_state, finite)
 
 
-def step_noise(rule, draw, keys, step, canvas, *, num_ids):
-  """All noise of one call, `(draw noise, rule noise)`, a row key each."""
+def step_noise(
+  decoding: Decoding,
+  keys: Key[Array, 'B'],
+  step: Int[Array, ''],
+  canvas: Canvas,
+) -> tuple[DrawNoise, Any]:
+  """All noise of one call: the draw's and the rule's, from the rows' keys."""
 
   def one_row(row_key, positions):
-    step_key = jax.random.fold_in(row_key, step)
-    draw_key, rule_key = jax.random.split(step_key)
+    draw_key, rule_key = jax.random.split(jax.random.fold_in(row_key, step))
     return (
-      draw.noise(draw_key, positions, num_ids),
-      rule.noise(rule_key, positions),
+      decoding.draw.noise(draw_key, positions, decoding.vocab.size),
+      decoding.rule.noise(rule_key, positions),
     )
 
   return jax.vmap(one_row)(keys, canvas.positions)
 
 
 def reverse_step(
-  denoiser: Denoiser,
+  decoding: Decoding,
   params: Any,
-  noise: Any,
-  step: Int[Array, ''],
+  noise: tuple[DrawNoise, Any],
+  step: Int[Array, ''] | int,
   state: SamplerState,
   canvas: Canvas,
-  vocab: Vocab,
-  rule: Rule,
-  draw: Draw,
-  num_calls: int,
 ) -> SamplerState:
-  """One reverse update of the batch, a deterministic function of its noise."""
+  """One reverse update of the batch, a deterministic function of its noise.
+
+  Args:
+    decoding: how to decode, static.
+    params: the network's parameters.
+    noise: as `step_noise` makes it, or chosen by hand.
+    step: number of the call.
+    state: what the call before left.
+    canvas: what is open, valid and where; its ids are those of the start.
+
+  Returns:
+    The state after the call.
+  """
+  denoiser, vocab, rule, draw = decoding
   prediction, _ = predict(
     denoiser,
     params,
@@ -208,7 +231,8 @@ def reverse_step(
     rule_noise, step, rows, proposal, state.rule_state
   )
   # The last call leaves no MASK, whatever the rule decided.
-  write = rows.masked & (update.write | (step == num_calls - 1))
+  is_last = step == rule.calls(canvas.ids.shape[1]) - 1
+  write = rows.masked & (update.write | is_last)
   usable = jnp.isfinite(prediction.log_z) | ~rows.masked
   return SamplerState(
     commit(state.ids, candidate_ids, write),

@@ -4,7 +4,6 @@ Diffusion time runs from t = 0 (clean) to t = 1 (all MASK). `alpha(t)` is the
 probability that a token is kept, 1 - alpha(t) that it is masked.
 """
 
-import functools
 import itertools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -14,10 +13,11 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from mdlm_jax.checks import check_values
+from mdlm_jax.interning import interned
 
 
 class Schedule(NamedTuple):
-  """A masking schedule as four elementwise functions; hashable.
+  """A masking schedule as five elementwise functions; hashable.
 
   The bound of the losses runs over t in [0, 1]. It is complete only where
   alpha(0) = 1 and alpha(1) = 0; each constructor says how far it is from that.
@@ -27,6 +27,8 @@ class Schedule(NamedTuple):
 
   Attributes:
     alpha: t in [0, 1] -> probability that a token is kept, decreasing.
+    masked: t -> 1 - alpha(t), probability that a token is masked, in a closed
+      form without cancellation.
     derivative: t -> alpha'(t), never positive.
     weight: t in (0, 1] -> -alpha'(t) / (1 - alpha(t)), the weight of the
       continuous-time bound (MD4, arXiv 2406.04329, section 3), in a closed
@@ -35,12 +37,13 @@ class Schedule(NamedTuple):
   """
 
   alpha: Callable
+  masked: Callable
   derivative: Callable
   weight: Callable
   inverse: Callable
 
 
-@functools.cache
+@interned
 def linear() -> Schedule:
   """alpha(t) = 1 - t: t itself is the masking probability.
 
@@ -49,13 +52,14 @@ def linear() -> Schedule:
   """
   return Schedule(
     alpha=lambda t: 1.0 - t,
+    masked=lambda t: t,
     derivative=lambda t: -jnp.ones_like(t),
     weight=lambda t: 1.0 / t,
     inverse=lambda alpha: 1.0 - alpha,
   )
 
 
-@functools.cache
+@interned
 def cosine() -> Schedule:
   """alpha(t) = 1 - cos(pi/2 (1 - t)), MD4's cosine schedule.
 
@@ -66,6 +70,7 @@ def cosine() -> Schedule:
   # cos(pi/2 (1 - t)) = sin(pi/2 t): exact at t = 0 and precise near it.
   return Schedule(
     alpha=lambda t: 1.0 - jnp.sin(half_pi * t),
+    masked=lambda t: jnp.sin(half_pi * t),
     derivative=lambda t: -half_pi * jnp.sin(half_pi * (1.0 - t)),
     weight=lambda t: (
       half_pi * jnp.sin(half_pi * (1.0 - t)) / jnp.sin(half_pi * t)
@@ -74,7 +79,7 @@ def cosine() -> Schedule:
   )
 
 
-@functools.cache
+@interned
 def polynomial(exponent: float) -> Schedule:
   """alpha(t) = 1 - t^exponent (MD4).
 
@@ -88,13 +93,14 @@ def polynomial(exponent: float) -> Schedule:
     raise ValueError(f'{exponent=} must be above 0')
   return Schedule(
     alpha=lambda t: 1.0 - t**exponent,
+    masked=lambda t: t**exponent,
     derivative=lambda t: -exponent * t ** (exponent - 1.0),
     weight=lambda t: exponent / t,
     inverse=lambda alpha: (1.0 - alpha) ** (1.0 / exponent),
   )
 
 
-@functools.cache
+@interned
 def geometric(sigma_min: float = 1e-5, sigma_max: float = 20.0) -> Schedule:
   """alpha(t) = exp(-sigma), sigma = sigma_min^(1-t) sigma_max^t (SEDD, MDLM).
 
@@ -114,13 +120,14 @@ def geometric(sigma_min: float = 1e-5, sigma_max: float = 20.0) -> Schedule:
 
   return Schedule(
     alpha=lambda t: jnp.exp(-sigma(t)),
+    masked=lambda t: -jnp.expm1(-sigma(t)),
     derivative=lambda t: -log_ratio * sigma(t) * jnp.exp(-sigma(t)),
     weight=lambda t: log_ratio * sigma(t) / jnp.expm1(sigma(t)),
     inverse=lambda alpha: jnp.log(-jnp.log(alpha) / sigma_min) / log_ratio,
   )
 
 
-@functools.cache
+@interned
 def log_linear(floor: float = 1e-3) -> Schedule:
   """alpha(t) = 1 - (1 - floor) t, MDLM's log-linear noise.
 
@@ -136,6 +143,7 @@ def log_linear(floor: float = 1e-3) -> Schedule:
   slope = 1.0 - floor
   return Schedule(
     alpha=lambda t: 1.0 - slope * t,
+    masked=lambda t: slope * t,
     derivative=lambda t: -slope * jnp.ones_like(t),
     weight=lambda t: 1.0 / t,
     inverse=lambda alpha: (1.0 - alpha) / slope,
@@ -180,12 +188,9 @@ def reveal_probability(schedule: Schedule, t, s):
     >>> print(reveal_probability(linear(), jnp.array(0.5), jnp.array(0.25)))
     0.5
   """
-  alpha_s, alpha_t = schedule.alpha(s), schedule.alpha(t)
-  masked = 1.0 - alpha_t
-  some = masked > 0
-  return jnp.where(
-    some, (alpha_s - alpha_t) / jnp.where(some, masked, 1.0), 1.0
-  )
+  before, after = schedule.masked(t), schedule.masked(s)
+  some = before > 0
+  return jnp.where(some, (before - after) / jnp.where(some, before, 1.0), 1.0)
 
 
 def uniform_grid(num_steps: int) -> tuple[float, ...]:

@@ -42,6 +42,8 @@ class Vocab:
   pad_is_eos: bool = False
 
   def __post_init__(self):
+    for role in ('eos_ids', 'forbidden_ids'):  # Lists would not be hashable.
+      object.__setattr__(self, role, tuple(getattr(self, role)))
     for role, token_id in self._roles():
       if not 0 <= token_id < self.size:
         raise ValueError(

@@ -283,10 +283,12 @@ def test_one_program_for_a_second_prompt_of_the_same_shape():
 
 def test_the_program_does_not_grow_with_the_steps():
   def lines(num_steps):
+    decoding = sampling.Decoding(
+      UNIFORM, VOCAB, rules.kernel(uniform_grid(num_steps)), draws.categorical()
+    )
     lowered = sampling._sample.lower(
-      UNIFORM, (), jax.random.key(0), from_prompts([[]], 64, VOCAB),
-      jnp.arange(1), vocab=VOCAB, rule=rules.kernel(uniform_grid(num_steps)),
-      draw=draws.categorical(), trajectory=False,
+      decoding, (), jax.random.key(0), from_prompts([[]], 64, VOCAB),
+      jnp.arange(1), trajectory=False,
     )  # fmt: skip
     return len(lowered.as_text().splitlines())
 
