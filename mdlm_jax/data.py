@@ -13,8 +13,8 @@ import json
 import os
 import pathlib
 import pydoc_data.topics
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -156,6 +156,15 @@ def corpus_digest(corpus: Corpus) -> str:
   return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
 
 
+def corpus_of(settings: Mapping[str, Any]) -> Corpus:
+  """The corpus that the part `data` of a config names, see `read_corpus`."""
+  return read_corpus(
+    settings['files'],
+    validation_files=settings['validation_files'],
+    split=settings['split'],
+  )
+
+
 def corpus_tokenizer(corpus: Corpus, bpe_vocab_size: int = 0) -> Tokenizer:
   """The tokenizer of a corpus.
 
@@ -292,41 +301,3 @@ def batches(windows: Windows, *, batch_size: int, seed: int) -> Iterator[dict]:
   dataset = dataset.repeat().batch(batch_size).map(batch)
   options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
   return iter(dataset.to_iter_dataset(options))
-
-
-def ngram_entropies(text: str, max_order: int = 2) -> tuple[float, ...]:
-  """Conditional entropies of a text's characters given the k before them.
-
-  The plug-in estimate on the text itself: H(k + 1 characters) - H(k
-  characters), each the entropy of the empirical distribution of all
-  substrings of that length (Shannon 1951, F_1, F_2, ...).
-
-  Args:
-    text: at least `max_order + 1` characters.
-    max_order: the largest k.
-
-  Returns:
-    Bits per character for k = 0 .. `max_order`.
-
-  Raises:
-    ValueError: the text is too short.
-
-  Example:
-    >>> [round(bits, 2) for bits in ngram_entropies('aabb' * 500, max_order=1)]
-    [1.0, 1.0]
-  """
-  if len(text) <= max_order:
-    raise ValueError(f'{len(text)} characters are too few for {max_order=}')
-  points = np.frombuffer(text.encode('utf-32-le'), np.uint32)
-  symbols, codes = np.unique(points, return_inverse=True)
-  joint = [0.0]
-  ngrams = np.zeros(len(codes), np.int64)
-  for order in range(max_order + 1):
-    ngrams = ngrams[: len(codes) - order] * len(symbols) + codes[order:]
-    # Renumbered, so that no order overflows.
-    _, ngrams, counts = np.unique(
-      ngrams, return_inverse=True, return_counts=True
-    )
-    share = counts / counts.sum()
-    joint.append(float(-np.sum(share * np.log2(share))))
-  return tuple(b - a for a, b in itertools.pairwise(joint))

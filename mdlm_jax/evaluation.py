@@ -8,12 +8,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from mdlm_jax import (
-  corruption,
   data,
   losses,
   predict,
@@ -22,6 +20,8 @@ from mdlm_jax import (
 )
 from mdlm_jax.tokenizer import Tokenizer
 from mdlm_jax.vocab import Vocab
+
+_LINEAR = schedules.linear()
 
 
 class HeldOutBound(NamedTuple):
@@ -52,7 +52,7 @@ def held_out_bound(
   valid: Bool[np.ndarray, 'N L'],
   *,
   vocab: Vocab,
-  schedule: schedules.Schedule | None = None,
+  schedule: schedules.Schedule = _LINEAR,
   num_replicates: int = 8,
   batch_size: int = 64,
   t_min: float = 1e-4,
@@ -113,7 +113,7 @@ def held_out_bound(
         t[noise_rows % len(t)],
         noise_rows.astype(np.int32),
         vocab=vocab,
-        schedule=schedule or schedules.linear(),
+        schedule=schedule,
       )
     )
   totals = np.concatenate(jax.device_get(sums))[: len(t)].astype(np.float64)
@@ -130,7 +130,7 @@ def evaluate_documents(
   documents: Sequence[data.Document],
   *,
   length: int,
-  schedule: schedules.Schedule | None = None,
+  schedule: schedules.Schedule = _LINEAR,
   num_replicates: int = 8,
   batch_size: int = 64,
   seed: int = 0,
@@ -251,24 +251,16 @@ def _row_bounds(
   schedule,
 ) -> Float[Array, 'B']:
   """Weighted sum of each row, in nats."""
-  corrupted_ids, masked = corruption.corrupt(
+  log_probs, masked = predict.corrupted_log_probs(
+    denoiser,
+    params,
     key,
     ids,
     t,
     valid,
-    mask_id=vocab.mask_id,
+    vocab=vocab,
     schedule=schedule,
     row_ids=row_ids,
-  )
-  log_probs = predict.target_log_probs(
-    denoiser,
-    params,
-    vocab,
-    corrupted_ids,
-    ids,
-    t=t,
-    valid=valid,
-    positions=jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape),
   )
 
   def row_bound(*row):

@@ -6,6 +6,7 @@ enough (a text that repeats one common word needs few), so it is read together
 with entropy, distinct n-grams and repetition.
 """
 
+import itertools
 import math
 import os
 from collections.abc import Iterable, Sequence
@@ -158,6 +159,44 @@ def load(path: str | os.PathLike) -> NgramModel:
     except Exception as error:  # Zip and npy readers raise all sorts.
       raise ValueError(f'{path} is not an n-gram model') from error
   return _from_counts(symbols, order, ngrams, counts)
+
+
+def entropies(text: str, max_order: int = 2) -> tuple[float, ...]:
+  """Conditional entropies of a text's characters given the k before them.
+
+  The plug-in estimate on the text itself: H(k + 1 characters) - H(k
+  characters), each the entropy of the empirical distribution of all
+  substrings of that length (Shannon 1951, F_1, F_2, ...).
+
+  Args:
+    text: at least `max_order + 1` characters.
+    max_order: the largest k.
+
+  Returns:
+    Bits per character for k = 0 .. `max_order`.
+
+  Raises:
+    ValueError: the text is too short.
+
+  Example:
+    >>> [round(bits, 2) for bits in entropies('aabb' * 500, max_order=1)]
+    [1.0, 1.0]
+  """
+  if len(text) <= max_order:
+    raise ValueError(f'{len(text)} characters are too few for {max_order=}')
+  points = np.frombuffer(text.encode('utf-32-le'), np.uint32)
+  symbols, codes = np.unique(points, return_inverse=True)
+  joint = [0.0]
+  ngrams = np.zeros(len(codes), np.int64)
+  for order in range(max_order + 1):
+    ngrams = ngrams[: len(codes) - order] * len(symbols) + codes[order:]
+    # Renumbered, so that no order overflows.
+    _, ngrams, counts = np.unique(
+      ngrams, return_inverse=True, return_counts=True
+    )
+    share = counts / counts.sum()
+    joint.append(float(-np.sum(share * np.log2(share))))
+  return tuple(b - a for a, b in itertools.pairwise(joint))
 
 
 def distinct(texts: Iterable[Sequence], n: int) -> float:

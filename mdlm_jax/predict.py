@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
+from mdlm_jax.corruption import corrupt
+from mdlm_jax.schedules import Schedule
 from mdlm_jax.vocab import Vocab
 
 
@@ -137,6 +139,58 @@ def target_log_probs(
   logits = allowed(denoiser.head(params, hidden), vocab)
   target = jnp.take_along_axis(logits, clean_ids[..., None], -1)[..., 0]
   return target - jax.nn.logsumexp(logits, -1)
+
+
+def corrupted_log_probs(
+  denoiser: Denoiser,
+  params: Any,
+  key: Key[Array, ''],
+  clean_ids: Int[Array, 'B L'],
+  t: Float[Array, 'B'],
+  valid: Bool[Array, 'B L'],
+  *,
+  vocab: Vocab,
+  schedule: Schedule,
+  row_ids: Int[Array, 'B'],
+) -> tuple[Float[Array, 'B L'], Bool[Array, 'B L']]:
+  """Corrupts rows that begin at position 0 and asks the network for them.
+
+  What training and evaluation have in common; the losses take what it returns.
+
+  Args:
+    denoiser: the network.
+    params: its parameters.
+    key: of the corruption, consumed.
+    clean_ids: the text. Shape `[B, L]`.
+    t: noise level. Shape `[B]`.
+    valid: False at padding. Shape `[B, L]`.
+    vocab: roles of the ids.
+    schedule: the masking schedule.
+    row_ids: ids of the rows for the noise. Shape `[B]`.
+
+  Returns:
+    `target_log_probs` and the masked positions, `[B, L]` each.
+  """
+  corrupted_ids, masked = corrupt(
+    key,
+    clean_ids,
+    t,
+    valid,
+    mask_id=vocab.mask_id,
+    schedule=schedule,
+    row_ids=row_ids,
+  )
+  log_probs = target_log_probs(
+    denoiser,
+    params,
+    vocab,
+    corrupted_ids,
+    clean_ids,
+    t=t,
+    valid=valid,
+    positions=jnp.broadcast_to(jnp.arange(clean_ids.shape[1]), clean_ids.shape),
+  )
+  return log_probs, masked
 
 
 def allowed(logits: Float[Array, '*S V'], vocab: Vocab) -> Float[Array, '*S V']:

@@ -30,6 +30,7 @@ from mdlm_jax import (
   command_line,
   data,
   evaluation,
+  ngrams,
   schedules,
   time_draws,
   training,
@@ -95,11 +96,7 @@ def prepare(config: ConfigDict) -> Run:
     raise ValueError(
       f"saved_dtype={config.saved_dtype!r} must be 'float32' or 'bfloat16'"
     )
-  corpus = data.read_corpus(
-    config.data.files,
-    validation_files=config.data.validation_files,
-    split=config.data.split,
-  )
+  corpus = data.corpus_of(config.data)
   if not corpus.validation:
     raise ValueError('the text is too short to hold a part of it out')
   tokenizer = data.corpus_tokenizer(corpus, config.data.bpe_vocab_size)
@@ -135,9 +132,7 @@ def run_settings(config: ConfigDict, run: Run) -> dict:
     'config': json.loads(config.to_json()),
     'tokenizer': run.tokenizer.to_json(),
     'corpus_sha256': data.corpus_digest(run.corpus),
-    'corpus_entropies_bits_per_character': data.ngram_entropies(
-      '\n\n'.join(texts)
-    ),
+    'corpus_entropies_bits_per_character': ngrams.entropies('\n\n'.join(texts)),
     'train_seconds': 0.0,
   }
 
@@ -180,7 +175,11 @@ def recorder(workdir: pathlib.Path, start: int, config: ConfigDict):
   workdir.mkdir(parents=True, exist_ok=True)
   path = workdir / 'metrics.jsonl'
   lines = path.read_text().splitlines() if path.exists() else []
-  path.write_text(''.join(f'{x}\n' for x in lines if _line_step(x) <= start))
+  unfinished = workdir / 'metrics.jsonl.tmp'
+  unfinished.write_text(
+    ''.join(f'{x}\n' for x in lines if _line_step(x) <= start)
+  )
+  unfinished.replace(path)
   interval, begin = [], time.monotonic()
 
   def record(step, metrics):
@@ -315,36 +314,31 @@ def export(config, run, settings, state, workdir):
     run.tokenizer,
     schedule=config.loss.schedule,
     dtype=config.saved_dtype,
+    history={'step': int(state.step)}
+    | {name: x for name, x in settings.items() if name != 'tokenizer'},
   )
-  history = {'step': int(state.step), **settings}
-  del history['tokenizer']
-  _write_json(workdir / 'model' / 'training.json', history)
 
 
 def evaluate(config, run, workdir):
   """Prints and writes the bound of the model as saved on held-out text."""
   model = directory.load(workdir / 'model')
-  history = json.loads((workdir / 'model' / 'training.json').read_text())
   report = evaluation.evaluate_documents(
     model.denoiser,
     model.params,
     model.tokenizer,
     run.corpus.validation,
     length=config.data.length,
-    schedule=model.schedule,
+    schedule=model.bound_schedule,
     **config.evaluation,
   )
-  seconds = history['train_seconds']
+  seconds = model.history['train_seconds']
   tokens = config.steps * config.data.batch_size * config.data.length
   speed = {'train_tokens_per_second': tokens / seconds}
-  report = {**report, **history, **speed, **evaluation.environment()}
-  _write_json(workdir / 'evaluation.json', report)
+  report = {**report, **model.history, **speed, **evaluation.environment()}
+  report_path = workdir / 'evaluation.json'
+  report_path.write_text(json.dumps(report, indent=2) + '\n')
   print(evaluation.summary(report))
   print(
     f'trained {config.steps} steps in {seconds:.0f} s, '
     f'{tokens / seconds:,.0f} tokens/s; the model is in {workdir / "model"}'
   )
-
-
-def _write_json(path, content):
-  path.write_text(json.dumps(content, indent=2) + '\n')

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int, Key
 
-from mdlm_jax import corruption, losses, predict, schedules, time_draws
+from mdlm_jax import losses, predict, schedules, time_draws
 from mdlm_jax.vocab import Vocab
 
 Params = Any
+_LINEAR = schedules.linear()
 
 
 class TrainState(NamedTuple):
@@ -62,9 +63,9 @@ def make_optimizer(
   """AdamW or Muon with clipping, linear warm-up and cosine decay to zero.
 
   Muon (Jordan et al. 2024) replaces the update of a matrix inside the blocks
-  by the nearest orthogonal one; a small model learns from about a third of the
-  steps that AdamW needs. Everything else is AdamW's (Loshchilov and Hutter
-  2019), beside Muon with Nesterov momentum (Dozat 2016).
+  by the nearest orthogonal one; a small model then learns from fewer steps.
+  Everything else is AdamW's (Loshchilov and Hutter 2019), beside Muon with
+  Nesterov momentum (Dozat 2016).
 
   Args:
     steps: length of the run; the learning rate is 0 at its end.
@@ -184,7 +185,7 @@ def train_step(
   *,
   vocab: Vocab,
   ema_decay: float,
-  schedule: schedules.Schedule | None = None,
+  schedule: schedules.Schedule = _LINEAR,
   times: Callable = time_draws.stratified_times,
   t_min: float = 0.0,
   weight_power: float = 1.0,
@@ -196,12 +197,12 @@ def train_step(
     optimizer: an optax transformation.
     vocab: roles of the ids.
     ema_decay: decay of the averaged parameters, in [0, 1).
-    schedule: masking schedule; None: linear.
+    schedule: the masking schedule.
     times: draw of the noise levels, such as `time_draws.stratified_times`.
     t_min: smallest noise level; bounds the weight -alpha'/(1 - alpha).
     weight_power: the loss weighs by this power of that weight: 1 is the bound
-      itself, 0 the unweighted cross-entropy. At 0.5 the gradient varies less
-      and a small model learns the bound faster than from the bound.
+      itself, 0 the unweighted cross-entropy. A power between makes the gradient
+      vary less; what is reported is the bound whatever it is.
 
   Returns:
     `step(state, batch, key) -> (state, metrics)`. The state is donated. The
@@ -218,7 +219,6 @@ def train_step(
       raise ValueError(f'{name}={value} must be at least 0 and below 1')
   if not 0 <= weight_power <= 1:
     raise ValueError(f'{weight_power=} must be from 0 to 1')
-  schedule = schedule or schedules.linear()
   objective = schedule._replace(
     weight=lambda t: schedule.weight(t) ** weight_power
   )
@@ -227,24 +227,16 @@ def train_step(
     times_key, corruption_key = jax.random.split(key)
     ids, valid, row_ids = batch['ids'], batch['valid'], batch['row_ids']
     t = times(times_key, row_ids, ids.shape[0], t_min=t_min)
-    corrupted_ids, masked = corruption.corrupt(
+    log_probs, masked = predict.corrupted_log_probs(
+      denoiser,
+      params,
       corruption_key,
       ids,
       t,
       valid,
-      mask_id=vocab.mask_id,
+      vocab=vocab,
       schedule=schedule,
       row_ids=row_ids,
-    )
-    log_probs = predict.target_log_probs(
-      denoiser,
-      params,
-      vocab,
-      corrupted_ids,
-      ids,
-      t=t,
-      valid=valid,
-      positions=jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape),
     )
     bound = losses.continuous_bound(
       log_probs, masked, valid, t, schedule=schedule

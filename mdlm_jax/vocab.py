@@ -1,6 +1,7 @@
 """The token table: its size and the ids that play a role."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -37,8 +38,8 @@ class Vocab:
   mask_id: int
   pad_id: int | None = None
   bos_id: int | None = None
-  eos_ids: tuple[int, ...] = ()
-  forbidden_ids: tuple[int, ...] = ()
+  eos_ids: Sequence[int] = ()
+  forbidden_ids: Sequence[int] = ()
   pad_is_eos: bool = False
 
   def __post_init__(self):

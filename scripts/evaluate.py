@@ -34,20 +34,13 @@ _SEED = flags.DEFINE_integer('seed', 0, 'Of the noise.')
 _JSON = flags.DEFINE_bool('json', False, 'Print one line of JSON.')
 
 
-def held_out_documents(
-  history: dict | None, part: str
-) -> tuple[data.Document, ...]:
+def held_out_documents(history: dict, part: str) -> tuple[data.Document, ...]:
   """A held-out part of the text of a model's training run."""
-  if history is None:
+  if not history:
     raise ValueError(
       'the model does not say what it was trained on; use --file'
     )
-  settings = history['config']['data']
-  corpus = data.read_corpus(
-    settings['files'],
-    validation_files=settings['validation_files'],
-    split=settings['split'],
-  )
+  corpus = data.corpus_of(history['config']['data'])
   if data.corpus_digest(corpus) != history['corpus_sha256']:
     print('note: the text is not the one of the training run', file=sys.stderr)
   if not getattr(corpus, part):
@@ -60,14 +53,10 @@ def main(_) -> None:
     raise ValueError('--part chooses from the training run, not from --file')
   path = directory.find(_CHECKPOINT.value)
   model = directory.load(path)
-  history_path = path / 'training.json'
-  history = None
-  if history_path.exists():
-    history = json.loads(history_path.read_text())
   documents = (
     data.read_documents(_FILE.value)
     if _FILE.value
-    else held_out_documents(history, _PART.value or 'validation')
+    else held_out_documents(model.history, _PART.value or 'validation')
   )
   report = evaluation.evaluate_documents(
     model.denoiser,
@@ -75,7 +64,7 @@ def main(_) -> None:
     model.tokenizer,
     documents,
     length=model.config.max_length,
-    schedule=model.schedule,
+    schedule=model.bound_schedule,
     num_replicates=_NUM_REPLICATES.value,
     batch_size=_BATCH_SIZE.value,
     seed=_SEED.value,
@@ -83,7 +72,7 @@ def main(_) -> None:
   report |= {
     'checkpoint': str(path),
     'file': _FILE.value,
-    **(history or {}),
+    **model.history,
     **evaluation.environment(),
   }
   print(json.dumps(report) if _JSON.value else evaluation.summary(report))

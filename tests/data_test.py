@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mdlm_jax import data
+from mdlm_jax import data, ngrams
 from mdlm_jax.tokenizer import character_tokenizer
 
 
@@ -19,7 +19,7 @@ def write(directory, **texts):
 
 def test_default_corpus_entropies():
   (document,) = data.default_documents()
-  entropies = data.ngram_entropies(document.text)
+  entropies = ngrams.entropies(document.text)
   if sys.version_info[:2] == (3, 11):
     assert len(document.text) == 465_126
     assert len(set(document.text)) == 103
@@ -31,12 +31,12 @@ def test_default_corpus_entropies():
 def test_entropies_of_texts_with_known_ones():
   # ab ab ab ...: one bit for the first character, then none.
   np.testing.assert_allclose(
-    data.ngram_entropies('ab' * 5000, 1), [1.0, 0.0], atol=1e-3
+    ngrams.entropies('ab' * 5000, 1), [1.0, 0.0], atol=1e-3
   )
   # Independent letters: 2 bits whatever the context.
   rng = np.random.default_rng(0)
   text = ''.join(rng.choice(list('abcd'), 200_000))
-  np.testing.assert_allclose(data.ngram_entropies(text), [2, 2, 2], atol=0.01)
+  np.testing.assert_allclose(ngrams.entropies(text), [2, 2, 2], atol=0.01)
 
 
 def test_files_are_documents_in_order_of_path(tmp_path):
@@ -241,5 +241,5 @@ def test_batch_size_below_one_is_refused():
 
 def test_entropy_needs_enough_text():
   with pytest.raises(ValueError, match='2 characters'):
-    data.ngram_entropies('ab', max_order=2)
-  assert data.ngram_entropies('ab', max_order=0) == (math.log2(2),)
+    ngrams.entropies('ab', max_order=2)
+  assert ngrams.entropies('ab', max_order=0) == (math.log2(2),)

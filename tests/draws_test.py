@@ -133,6 +133,9 @@ def test_top_k_tells_close_logits_apart():
   close = np.nextafter(np.float32(20), np.float32(21))
   got = draws.keep_top_k(jnp.array([20.0, close, -60.0]), 1) > -jnp.inf
   np.testing.assert_array_equal(got, [False, True, False])
+  # Whose probabilities are all 0 in float32.
+  got = draws.keep_top_k(jnp.array([0.0, -200.0, -300.0]), 2) > -jnp.inf
+  np.testing.assert_array_equal(got, [True, True, False])
 
 
 @pytest.mark.parametrize('temperature', [0.0, 1e-6, 1e-38, 1e-46])
@@ -230,6 +233,7 @@ def test_cells_are_the_law_of_the_draw(options):
 
 def test_one_and_the_same_object_for_equal_settings():
   assert categorical(temperature=0.5) is categorical(temperature=0.5)
+  assert categorical() is categorical(temperature=1.0, top_k=None)
   assert categorical(temperature=0.5) is not categorical(temperature=0.6)
 
 

@@ -383,13 +383,16 @@ def _squeezed(schedule):
   def alpha(t):
     return scale * schedule.alpha(t) + 1e-4
 
+  def masked(t):
+    return 1 - alpha(t)
+
   def derivative(t):
     return scale * schedule.derivative(t)
 
   def weight(t):
-    return -derivative(t) / (1 - alpha(t))
+    return -derivative(t) / masked(t)
 
-  return schedules.Schedule(alpha, derivative, weight, inverse=None)
+  return schedules.Schedule(alpha, masked, derivative, weight, inverse=None)
 
 
 @pytest.mark.parametrize('num_steps', [None, 1, 10, 1000])

@@ -90,6 +90,7 @@ def test_the_files_are_readable_by_others(tmp_path):
     'config.json',
     'model.safetensors',
     'tokenizer.json',
+    'training.json',
   }
   content = json.loads((tmp_path / 'config.json').read_text())
   assert content['architecture'] == 'mdlm_jax'
@@ -207,3 +208,23 @@ def test_find_takes_a_model_or_a_work_directory_or_the_packaged_model(tmp_path):
   assert directory.find().parent.name == 'pretrained'
   with pytest.raises(FileNotFoundError, match=r'no model in .*nowhere'):
     directory.find(tmp_path / 'nowhere')
+
+
+def test_the_history_comes_back_and_is_empty_where_unknown(tmp_path):
+  save(tmp_path / 'a', history={'step': 3})
+  assert directory.load(tmp_path / 'a').history == {'step': 3}
+  save(tmp_path / 'b')
+  (tmp_path / 'b' / 'training.json').unlink()
+  assert directory.load(tmp_path / 'b').history == {}
+
+
+def test_the_bound_is_taken_under_a_complete_schedule_where_time_is_unread(
+  tmp_path,
+):
+  save(tmp_path, schedule='geometric')
+  conditioned = directory.load(tmp_path)
+  assert conditioned.bound_schedule == schedules.geometric()
+  config = dataclasses.replace(CONFIG, time_conditioning=False)
+  model = conditioned._replace(config=config)
+  assert model.schedule == schedules.geometric()
+  assert model.bound_schedule == schedules.linear()

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from mdlm_jax import data, ngrams
+from mdlm_jax import ngrams
 
 
 def test_probabilities_are_witten_bell_by_hand():
@@ -62,7 +62,7 @@ def test_long_text_costs_its_conditional_entropy():
   rng = np.random.default_rng(0)
   text = ''.join(rng.choice(list('aabc'), 4000))
   model = ngrams.fit([text], order=1)
-  entropy = data.ngram_entropies(text, 1)[1]
+  entropy = ngrams.entropies(text, 1)[1]
   bits = ngrams.bits_per_character(model, text)
   assert bits == pytest.approx(entropy, abs=5e-3)
 

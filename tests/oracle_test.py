@@ -213,6 +213,23 @@ def test_impossible_joints_raise(strings, probabilities, message):
     oracle.joint(strings, probabilities)
 
 
+@pytest.mark.parametrize(
+  ('options', 'expected'),
+  [({'top_k': 1}, [1, 0, 0]), ({'top_p': 0.8}, [5 / 8, 0, 3 / 8])],
+)
+def test_filters_act_in_the_law(options, expected):
+  """One slot: the law is the filtered categorical."""
+  joint = oracle.joint([(A,), (B,), (C,)], [0.5, 0.2, 0.3])
+  law = law_of(joint, rules.by_confidence(1), draw=draws.categorical(**options))
+  got = [law.probabilities.get((v,), 0.0) for v in (A, B, C)]
+  np.testing.assert_allclose(got, expected, rtol=1e-12)
+
+
+def test_a_canvas_of_another_length_is_refused():
+  with pytest.raises(ValueError, match='3 slots for strings of 2'):
+    law_of(TWINS, rules.by_confidence(1), row=[None] * 3)
+
+
 def test_a_batch_is_refused():
   with pytest.raises(ValueError, match='one row at a time, not 2'):
     oracle.sampler_law(

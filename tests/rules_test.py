@@ -115,10 +115,30 @@ def test_confidence_level_is_in_the_time_of_the_schedule():
   np.testing.assert_allclose(t, np.sqrt(0.5), rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+  'schedule', [schedules.geometric(), schedules.log_linear(0.1)]
+)
+def test_levels_stay_in_range_where_a_schedule_does_not_reach_every_share(
+  schedule,
+):
+  rule = rules.by_confidence(3, schedule=schedule)
+  row, proposal = one_row([T, T])
+  state, t = rule.init(row)
+  levels = [t, rule.update((), 0, row, proposal, state).t]
+  row, proposal = one_row([F, F])
+  levels.append(rule.update((), 2, row, proposal, state).t)
+  # float32 has alpha = 1 - 1e-5 to 6e-8: 0.6 % of geometric's sigma, whose
+  # logarithm over 14.5 is the level.
+  np.testing.assert_allclose(levels[0], 1, atol=5e-4)
+  np.testing.assert_allclose(levels[2], 0, atol=5e-4)
+  assert all(0 <= level <= 1 for level in levels)
+
+
 def test_equal_settings_are_the_same_object():
   grid = schedules.uniform_grid(4)
-  assert rules.kernel(grid) is rules.kernel(schedules.uniform_grid(4))
-  assert rules.by_confidence(4) is rules.by_confidence(4)
+  assert rules.kernel(grid) is rules.kernel(list(grid), schedules.linear())
+  assert rules.by_confidence(4) is rules.by_confidence(num_steps=4, grid=None)
+  assert rules.by_confidence(4) is not rules.by_confidence(5)
 
 
 @pytest.mark.parametrize(

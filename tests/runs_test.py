@@ -19,7 +19,7 @@ import pytest
 import script_runner
 from ml_collections import ConfigDict
 
-from mdlm_jax import checkpoints, data, runs, training
+from mdlm_jax import checkpoints, data, ngrams, runs, training
 from mdlm_jax.models import directory, transformer
 
 ROOT = script_runner.ROOT
@@ -100,7 +100,7 @@ def test_report_of_the_run(finished, text_file):
   # The two parts are joined by a blank line here.
   np.testing.assert_allclose(
     report['corpus_entropies_bits_per_character'],
-    data.ngram_entropies(text_file.read_text()),
+    ngrams.entropies(text_file.read_text()),
     atol=0.01,
   )
   assert report['config']['steps'] == report['step'] == 6

@@ -200,6 +200,25 @@ def test_steps_of_the_kernel_compose_to_one_step(schedule, masked, slope):
   np.testing.assert_allclose(kept, masked(0.3) / masked(0.9), rtol=1e-3)
 
 
+@each_schedule
+@pytest.mark.parametrize('num_steps', [64, 1000])
+def test_the_kernel_keeps_its_precision_on_fine_grids(
+  schedule, masked, slope, num_steps
+):
+  grid = np.float32(np.arange(1, num_steps + 1) / num_steps)
+  t, s = grid[1:], grid[:-1]
+  exact = 1 - masked(np.float64(s)) / masked(np.float64(t))
+  revealed = schedules.reveal_probability(schedule, jnp.array(t), jnp.array(s))
+  # The interval is 1/K of the levels, whose own rounding is 6e-8 of them.
+  np.testing.assert_allclose(revealed, exact, rtol=1e-6 * num_steps)
+
+
+@each_schedule
+def test_masked_is_the_formula_in_full_precision(schedule, masked, slope):
+  got = schedule.masked(jnp.array(TIMES, jnp.float32))
+  np.testing.assert_allclose(got, masked(np.float64(np.float32(TIMES))), 2e-6)
+
+
 def test_the_last_step_reveals_all_also_where_alpha_rounds_to_one():
   t, s = jnp.array([0.5, 1e-3]), jnp.zeros(2)
   for exponent in (1.0, 2.0, 4.0):

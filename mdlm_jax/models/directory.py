@@ -3,6 +3,7 @@
 config.json         shape of the network, roles of the ids, masking schedule
 model.safetensors   parameters, keys such as 'blocks/query/kernel'
 tokenizer.json      in the layout of the tokenizers library
+training.json       how it was trained, {} where unknown
 """
 
 import dataclasses
@@ -21,10 +22,11 @@ from mdlm_jax.models import transformer
 from mdlm_jax.tokenizer import Tokenizer
 from mdlm_jax.vocab import Vocab
 
-_CONFIG, _WEIGHTS, _TOKENIZER = (
+_CONFIG, _WEIGHTS, _TOKENIZER, _HISTORY = (
   'config.json',
   'model.safetensors',
   'tokenizer.json',
+  'training.json',
 )
 _FORMAT = 1
 _ARCHITECTURE = 'mdlm_jax'
@@ -44,6 +46,7 @@ class Pretrained(NamedTuple):
     vocab: roles of the ids.
     tokenizer: text to ids and back.
     schedule: the masking schedule that it was trained with.
+    history: how it was trained, see `runs`; empty where unknown.
   """
 
   config: transformer.TransformerConfig
@@ -52,6 +55,18 @@ class Pretrained(NamedTuple):
   vocab: Vocab
   tokenizer: Tokenizer
   schedule: schedules.Schedule
+  history: dict
+
+  @property
+  def bound_schedule(self) -> schedules.Schedule:
+    """A schedule under which the bound of this network is complete, if any.
+
+    A network that does not read the noise level has the same bound under every
+    complete schedule, whichever it was trained with.
+    """
+    if self.config.time_conditioning:
+      return self.schedule
+    return schedules.linear()
 
 
 def save(
@@ -63,6 +78,7 @@ def save(
   *,
   schedule: str = 'linear',
   dtype: str = 'float32',
+  history: dict | None = None,
 ) -> None:
   """Writes a model; each file is replaced only once it is written whole.
 
@@ -75,6 +91,7 @@ def save(
     schedule: 'linear', 'cosine', 'geometric' or 'log_linear', with the default
       constants.
     dtype: of the stored parameters, 'float32' or 'bfloat16'.
+    history: how it was trained, what JSON can hold.
 
   Raises:
     ValueError: parts that do not belong together, or an unknown name. Nothing
@@ -99,7 +116,8 @@ def save(
   for name, data in (
     (_WEIGHTS, safetensors.flax.save(weights)),
     (_TOKENIZER, tokenizer.to_json().encode()),
-    (_CONFIG, (json.dumps(content, indent=2) + '\n').encode()),
+    (_HISTORY, _json(history or {})),
+    (_CONFIG, _json(content)),
   ):
     unfinished = directory / f'{name}.tmp'
     unfinished.write_bytes(data)
@@ -125,6 +143,7 @@ def load(directory: Path) -> Pretrained:
     vocab,
     tokenizer,
     schedules.named_schedule(schedule),
+    _read_json(directory / _HISTORY) if (directory / _HISTORY).exists() else {},
   )
 
 
@@ -152,25 +171,37 @@ def find(checkpoint: Path | None = None) -> pathlib.Path:
   )
 
 
-def _read_config(path):
+def _json(content: dict) -> bytes:
+  return (json.dumps(content, indent=2) + '\n').encode()
+
+
+def _read_json(path) -> dict:
   try:
     content = json.loads(path.read_text('utf-8'))
-    kind = content['format'], content['architecture']
-    model, vocab, schedule = (
-      content[name] for name in ('model', 'vocab', 'schedule')
-    )
-  except (ValueError, KeyError, TypeError) as error:
-    raise ValueError(f'{path} does not describe a model: {error!r}') from None
+  except ValueError as error:
+    raise ValueError(f'{path} is not JSON: {error}') from None
+  if not isinstance(content, dict):
+    raise ValueError(f'{path} must hold an object, not {content!r}')
+  return content
+
+
+def _read_config(path):
+  content = _read_json(path)
+  parts = {'format': int, 'architecture': str, 'model': dict, 'vocab': dict}
+  for name, kind in (parts | {'schedule': str}).items():
+    if not isinstance(content.get(name), kind):
+      raise ValueError(
+        f'{path} does not describe a model: {name} is {content.get(name)!r}'
+      )
+  kind = content['format'], content['architecture']
   if kind != (_FORMAT, _ARCHITECTURE):
     raise ValueError(
       f'{path} has format and architecture {kind}, must be '
       f'{(_FORMAT, _ARCHITECTURE)}'
     )
-  _check_names(schedule, 'float32')
-  # JSON has lists where Vocab has tuples.
-  vocab = {k: tuple(v) if isinstance(v, list) else v for k, v in vocab.items()}
-  config = _build(transformer.TransformerConfig, model, path)
-  return config, _build(Vocab, vocab, path), schedule
+  _check_names(content['schedule'], 'float32')
+  config = _build(transformer.TransformerConfig, content['model'], path)
+  return config, _build(Vocab, content['vocab'], path), content['schedule']
 
 
 def _build(kind, values, path):
@@ -181,7 +212,10 @@ def _build(kind, values, path):
       f'{path}: {kind.__name__} lacks {sorted(names - set(values))} and does '
       f'not know {sorted(set(values) - names)}'
     )
-  return kind(**values)
+  try:
+    return kind(**values)
+  except (TypeError, ValueError) as error:
+    raise ValueError(f'{path}: {error}') from None
 
 
 def _read_weights(path, config):

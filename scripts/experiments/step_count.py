@@ -105,13 +105,10 @@ def write_reference(path: pathlib.Path, output: pathlib.Path) -> None:
 
 def read_corpus(path: pathlib.Path) -> data.Corpus:
   """The corpus that the model in a directory was trained on."""
-  settings = json.loads((path / 'training.json').read_text('utf-8'))
-  files = settings['config']['data']
-  return data.read_corpus(
-    files['files'],
-    validation_files=files['validation_files'],
-    split=files['split'],
-  )
+  history = directory.load(path).history
+  if not history:
+    raise ValueError(f'{path} does not say what its model was trained on')
+  return data.corpus_of(history['config']['data'])
 
 
 def fit(corpus: data.Corpus) -> ngrams.NgramModel:
@@ -123,7 +120,7 @@ def measure(texts: Sequence[str], model: ngrams.NgramModel) -> dict:
   """Means over the texts, `NAME_error` their standard errors."""
   values = {
     'bits_per_character': [ngrams.bits_per_character(model, t) for t in texts],
-    'entropy': [data.ngram_entropies(text, 0)[0] for text in texts],
+    'entropy': [ngrams.entropies(text, 0)[0] for text in texts],
     'repetition': [ngrams.repetition(text) for text in texts],
   }
   numbers = {}
