@@ -1,5 +1,6 @@
 """The canvas: what is generated, and who owns each of its slots."""
 
+import operator
 import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -70,7 +71,7 @@ def from_rows(
     if len(row) > length:
       raise ValueError(f'row {b} has {len(row)} tokens, more than {length=}')
     for slot, token in enumerate(row):
-      if token is not None and not 0 <= token < vocab.size:
+      if token is not None and not 0 <= operator.index(token) < vocab.size:
         raise ValueError(
           f'row {b} holds id {token}; ids must lie in [0, {vocab.size})'
         )

@@ -6,6 +6,7 @@ corpus) as JSON. It is complete or absent: Orbax writes to a temporary directory
 and renames it. This is the only file that imports Orbax.
 """
 
+import contextlib
 import os
 import pathlib
 from collections.abc import Iterator
@@ -60,8 +61,16 @@ def latest_step(checkpointer: ocp.training.Checkpointer) -> int | None:
 
 
 def latest_settings(checkpointer: ocp.training.Checkpointer) -> dict:
-  """The settings that were saved with the latest checkpoint."""
-  return checkpointer.metadata(checkpointer.latest).custom_metadata
+  """The settings that were saved with the latest checkpoint.
+
+  Raises:
+    ValueError: they cannot be read.
+  """
+  with _readable(checkpointer):
+    settings = checkpointer.metadata(checkpointer.latest).custom_metadata
+    if not settings:
+      raise ValueError('no settings')
+  return settings
 
 
 def restore(
@@ -79,18 +88,26 @@ def restore(
     The restored state.
 
   Raises:
-    ValueError: the checkpoint has another structure or shape.
+    ValueError: the checkpoint is damaged or has another structure or shape.
   """
   target = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
   )
-  try:
+  with _readable(checkpointer):
     loaded = checkpointer.load_checkpointables(
       checkpointer.latest, {'state': target, 'data': iterator}
     )
-  except KeyError as error:  # Orbax's NoEntryError, pages long.
-    raise ValueError(
-      f'the checkpoint in {checkpointer.directory} holds a state of another '
-      'structure or shape'
-    ) from error
   return loaded['state']
+
+
+@contextlib.contextmanager
+def _readable(checkpointer):
+  """One message for whatever a checkpoint that cannot be read raises."""
+  try:
+    yield
+  except Exception as error:  # Orbax and its formats raise all sorts.
+    raise ValueError(
+      f'checkpoint {checkpointer.latest.step} in {checkpointer.directory} is '
+      'damaged, or holds a state of another structure or shape; without its '
+      'directory the one before it is used'
+    ) from error

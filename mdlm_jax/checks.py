@@ -20,12 +20,13 @@ def check_values(holds: Bool[Array, '...'], message: str) -> None:
       silent under plain `jit` and found by `checkify.checkify`.
   """
   traced = isinstance(holds, jax.core.Tracer)
-  if not traced and np.all(holds):
+  if holds.size == 0 or (not traced and np.all(holds)):
     return
   values = {}
   if holds.ndim:
     message += ' (row {row})'
-    values = {'row': jnp.argmin(holds.reshape(holds.shape[0], -1).all(1))}
+    rows = holds.all(axis=tuple(range(1, holds.ndim)))
+    values = {'row': jnp.argmin(rows)}
   if traced:
     checkify.debug_check(holds.all(), message, **values)
   else:

@@ -15,7 +15,8 @@ _USER_ERRORS = (ValueError, OSError, FloatingPointError)
 
 def _fail(message: object) -> NoReturn:
   """Ends the program with one line on stderr and exit code 2."""
-  if isinstance(message, KeyError):  # Whose text is the repr of its argument.
+  while isinstance(message, KeyError | AttributeError) and message.args:
+    # The text of a KeyError is the repr of its argument; configs wrap one.
     message = message.args[0]
   print('error: ' + ' '.join(str(message).split()), file=sys.stderr)
   sys.exit(2)
@@ -76,11 +77,15 @@ def check_outputs(*, plot: str | None, numbers: str | None) -> None:
 
   Raises:
     OSError: a file that could not be written.
+    ValueError: a plot of an unknown kind.
   """
   for path in filter(None, (plot, numbers)):
     _check_writable(path)
   if plot:
-    pyplot()
+    kinds = pyplot().figure().canvas.get_supported_filetypes()
+    kind = os.path.splitext(plot)[1].removeprefix('.')
+    if kind not in kinds:
+      raise ValueError(f'{plot} must end in one of .{", .".join(kinds)}')
 
 
 def _check_writable(path: str) -> None:
@@ -96,9 +101,8 @@ def _check_writable(path: str) -> None:
 def _parse(argv: Sequence[str]) -> list[str]:
   try:
     remaining = flags.FLAGS(argv)
-  # Config files and their overrides raise whatever they find.
-  except (flags.Error, AttributeError, KeyError, TypeError, *_USER_ERRORS) as e:
-    _fail(e)
+  except Exception as error:  # A config file is a program of the user's.
+    _fail(error)
   if len(remaining) > 1:
     _fail(f'unexpected argument {remaining[1]!r}; options begin with --')
   return remaining
@@ -116,10 +120,18 @@ def run(main: Callable[[list[str]], int | None]) -> None:
     # Libraries log every detail at the level that absl programs show.
     if not flags.FLAGS['verbosity'].present:
       logging.set_verbosity(logging.WARNING)
+    # A terminal that cannot show a character shows another.
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+      stream.reconfigure(errors='replace')
     try:
-      return main(argv)
+      code = main(argv)
+      print(end='', flush=True)
+      return code
     except KeyboardInterrupt:
       sys.exit(130)
+    except BrokenPipeError:  # The reader has seen enough, as in `| head`.
+      os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+      sys.exit(0)
     except _USER_ERRORS as error:
       _fail(error)
 

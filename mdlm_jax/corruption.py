@@ -112,4 +112,5 @@ def corrupt_with_noise(
   chex.assert_equal_shape([uniforms, clean_ids, eligible])
   chex.assert_type(eligible, bool)
   masked = eligible & (uniforms < mask_probability[:, None])
-  return Corruption(jnp.where(masked, mask_id, clean_ids), masked)
+  # int32, or a narrow dtype of the ids would wrap the mask id.
+  return Corruption(jnp.where(masked, jnp.int32(mask_id), clean_ids), masked)

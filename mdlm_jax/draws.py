@@ -141,8 +141,8 @@ def categorical(
   """
   if not (math.isfinite(temperature) and temperature >= 0):
     raise ValueError(f'{temperature=} must be finite and at least 0')
-  if top_k is not None and top_k < 1:
-    raise ValueError(f'{top_k=} must be at least 1')
+  if top_k is not None and not (isinstance(top_k, int) and top_k >= 1):
+    raise ValueError(f'{top_k=} must be an integer of at least 1')
   if top_p is not None and not 0 < top_p <= 1:
     raise ValueError(f'{top_p=} must be in (0, 1]')
   if temperature == 0 and (top_k, top_p, tempered) != (None, None, False):

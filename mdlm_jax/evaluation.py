@@ -117,6 +117,8 @@ def held_out_bound(
       )
     )
   totals = np.concatenate(jax.device_get(sums))[: len(t)].astype(np.float64)
+  if not np.isfinite(totals).all():
+    raise ValueError('the network gave non-finite log-probabilities')
   num_tokens = int(np.sum(valid))
   estimates = totals.reshape(num_replicates, -1).sum(1) / num_tokens
   error = float(np.std(estimates, ddof=1)) / math.sqrt(num_replicates)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mdlm_jax import schedules
+from mdlm_jax.checks import check_values
 
 _LINEAR = schedules.linear()
 
@@ -111,7 +112,11 @@ def discrete_bound(
   """
   if num_steps < 1:
     raise ValueError(f'{num_steps=} must be at least 1')
-  s = (jnp.round(t * num_steps) - 1.0) / num_steps
+  step = jnp.round(t * num_steps)
+  check_values(
+    jnp.abs(t * num_steps - step) < 0.01, 't must lie on the grid 1/T, ..., 1'
+  )
+  s = (step - 1.0) / num_steps
   weight = num_steps * schedules.reveal_probability(schedule, t, s)
   return Total(
     _weighted_sum(target_log_probs, masked, valid, weight), _count(valid)

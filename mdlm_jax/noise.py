@@ -8,6 +8,7 @@ part with noise of their own.
 """
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 
@@ -52,4 +53,5 @@ def position_uniforms(
   Returns:
     float32 in [0, 1). Shape `[L]`.
   """
-  return jax.vmap(jax.random.uniform)(position_keys(row_key, positions))
+  keys = position_keys(row_key, positions)
+  return jax.vmap(lambda key: jax.random.uniform(key, dtype=jnp.float32))(keys)

@@ -68,12 +68,13 @@ def joint(
     >>> joint([(2, 3), (3, 2)]).probabilities
     array([0.5, 0.5])
   """
+  strings = [tuple(int(token) for token in string) for string in strings]
   if len({len(s) for s in strings}) != 1 or len(set(strings)) != len(strings):
     raise ValueError('strings must be distinct and all of one length')
   if probabilities is None:
     probabilities = np.full(len(strings), 1 / len(strings))
   probabilities = np.asarray(probabilities, np.float64)
-  if probabilities.shape != (len(strings),) or (probabilities < 0).any():
+  if probabilities.shape != (len(strings),) or not (probabilities >= 0).all():
     raise ValueError('probabilities must be one non-negative number a string')
   if abs(probabilities.sum() - 1) > 1e-9:
     raise ValueError(f'probabilities sum to {probabilities.sum()}, not 1')
@@ -136,7 +137,8 @@ def sampler_law(
     The law and the mass that passed through a context of probability zero.
 
   Raises:
-    ValueError: for a canvas of more than one row or of another length.
+    ValueError: for a canvas of more than one row or of another length, or a
+      string with an id that cannot be drawn.
   """
   if canvas.ids.shape[0] != 1:
     raise ValueError(f'one row at a time, not {canvas.ids.shape[0]}')
@@ -145,6 +147,9 @@ def sampler_law(
       f'a canvas of {canvas.ids.shape[1]} slots for strings of '
       f'{params.strings.shape[1]}'
     )
+  in_table = (params.strings >= 0) & (params.strings < vocab.size)
+  if not (in_table.all() and vocab.drawable[params.strings].all()):
+    raise ValueError('a string holds an id that cannot be drawn')
   decoding = sampling.Decoding(
     exact_denoiser(vocab) if denoiser is None else denoiser,
     vocab,

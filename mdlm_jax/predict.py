@@ -216,7 +216,10 @@ def allowed(logits: Float[Array, '*S V'], vocab: Vocab) -> Float[Array, '*S V']:
       f'the head has {num_ids} columns for a vocabulary of {vocab.size} ids'
     )
   logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-  return jnp.where(vocab.drawable, logits, -jnp.inf)
+  logits = jnp.where(vocab.drawable, logits, -jnp.inf)
+  # The largest becomes 0: log_z is then small, and so is its rounding.
+  largest = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
+  return logits - jnp.where(jnp.isfinite(largest), largest, 0.0)
 
 
 def reduce_logits(logits: Float[Array, '*S V']) -> Prediction:

@@ -47,6 +47,7 @@ def top_eligible(
     >>> top_eligible(jnp.array([.9, .1, .5]), jnp.array([False, True, True]), 1)
     Array([False, False,  True], dtype=bool)
   """
+  scores = jnp.asarray(scores)
   chex.assert_rank(scores, 1)
   chex.assert_equal_shape([scores, eligible])
   (length,) = scores.shape
@@ -107,7 +108,7 @@ def reverse_update(
       an ordinary token (pad = eos).
 
   Returns:
-    The next ids. Shape `[B, L]`, the dtype of `x`.
+    The next ids, int32. Shape `[B, L]`.
 
   Raises:
     ValueError: for shapes and dtypes other than these, and, on concrete
@@ -123,14 +124,14 @@ def reverse_update(
   if mask_id == pad_id:
     raise ValueError(f'{mask_id=} and {pad_id=} must differ')
   arguments = {
-    'x': (x, jnp.integer),
-    'candidate_ids': (candidate_ids, jnp.integer),
-    'confidence': (confidence, jnp.floating),
-    'generation_slots': (generation_slots, jnp.bool_),
-    'reveal_counts': (reveal_counts, jnp.integer),
+    'x': (x, 'integer', jnp.int32),
+    'candidate_ids': (candidate_ids, 'integer', jnp.int32),
+    'confidence': (confidence, 'floating', jnp.float32),
+    'generation_slots': (generation_slots, 'bool', jnp.bool_),
+    'reveal_counts': (reveal_counts, 'integer', jnp.int32),
   }
   arrays = {
-    name: _typed(name, value, kind) for name, (value, kind) in arguments.items()
+    name: _typed(name, *argument) for name, argument in arguments.items()
   }
   shape = arrays['x'].shape
   if len(shape) != 2:
@@ -166,7 +167,6 @@ def _reverse_update(
 ):
   eligible = generation_slots & (x == mask_id)
   write = jax.vmap(top_eligible)(confidence, eligible, reveal_counts)
-  candidate_ids = candidate_ids.astype(x.dtype)
   forbidden = (candidate_ids == mask_id) | (candidate_ids == pad_id)
   holds = (
     (reveal_counts >= 0) & (reveal_counts <= eligible.sum(1)),
@@ -176,11 +176,17 @@ def _reverse_update(
   return commit(x, candidate_ids, write), holds
 
 
-def _typed(name, value, kind) -> Array:
-  """`value` as an array, its dtype checked before JAX could convert it."""
-  array = value if isinstance(value, jax.Array) else np.asarray(value)
-  if array.size == 0 and isinstance(value, Sequence):
-    return jnp.asarray(array, jnp.int32 if kind is jnp.integer else kind)
-  if not jnp.issubdtype(array.dtype, kind):
-    raise ValueError(f'{name} must be {kind.__name__}, not {array.dtype}')
-  return jnp.asarray(array)
+def _typed(name, value, kind, dtype) -> Array:
+  """`value` as an array, checked before JAX could convert or wrap it."""
+  if not isinstance(value, jax.Array):
+    value = np.asarray(value)
+    if value.size == 0:
+      value = value.astype(dtype)
+  if not jnp.issubdtype(value.dtype, getattr(np, kind)):
+    raise ValueError(f'{name} must be {kind}, not {value.dtype}')
+  if kind != 'integer':
+    return jnp.asarray(value)
+  array = jnp.asarray(value, dtype)
+  if isinstance(value, np.ndarray) and (np.asarray(array) != value).any():
+    raise ValueError(f'{name} holds a number outside {array.dtype}')
+  return array

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
+import numpy as np
 import optax
 import tensorboardX
 import tqdm
@@ -82,7 +83,15 @@ def prepare(config: ConfigDict) -> Run:
   Raises:
     ValueError, OSError: the first mistake in the config or in its texts.
   """
+  try:
+    return _prepare(config)
+  except (AttributeError, TypeError) as error:
+    raise ValueError(f'a field of the config is wrong: {error}') from error
+
+
+def _prepare(config: ConfigDict) -> Run:
   for name, value, least in (
+    ('data.length', config.data.length, 1),
     ('log_every', config.log_every, 1),
     ('checkpoint_every', config.checkpoint_every, 1),
     ('keep_checkpoints', config.keep_checkpoints, 1),
@@ -92,6 +101,8 @@ def prepare(config: ConfigDict) -> Run:
   ):
     if value < least:
       raise ValueError(f'config.{name}={value} must be at least {least}')
+  if not 0 <= config.seed < 2**32:
+    raise ValueError(f'config.seed={config.seed} must lie in [0, 2**32)')
   if config.saved_dtype not in ('float32', 'bfloat16'):
     raise ValueError(
       f"saved_dtype={config.saved_dtype!r} must be 'float32' or 'bfloat16'"
@@ -134,6 +145,7 @@ def run_settings(config: ConfigDict, run: Run) -> dict:
     'corpus_sha256': data.corpus_digest(run.corpus),
     'corpus_entropies_bits_per_character': ngrams.entropies('\n\n'.join(texts)),
     'train_seconds': 0.0,
+    'interval': [],
   }
 
 
@@ -167,30 +179,45 @@ def _flatten(tree, prefix=''):
 
 
 @contextlib.contextmanager
-def recorder(workdir: pathlib.Path, start: int, config: ConfigDict):
+def recorder(
+  workdir: pathlib.Path,
+  start: int,
+  config: ConfigDict,
+  interval: list[list[float]],
+):
   """Yields `record(step, metrics)`: bar, metrics.jsonl and TensorBoard.
 
   What an earlier session wrote after its last checkpoint is dropped.
+
+  Args:
+    workdir: made if missing.
+    start: the last step that is done.
+    config: of the run.
+    interval: the metrics of the steps since the last line of the log, flat;
+      kept up to date, so that a checkpoint can hold them and the line that
+      spans a restart is the same as without one.
   """
   workdir.mkdir(parents=True, exist_ok=True)
   path = workdir / 'metrics.jsonl'
-  lines = path.read_text().splitlines() if path.exists() else []
+  lines = path.read_text(errors='replace').splitlines() if path.exists() else []
   unfinished = workdir / 'metrics.jsonl.tmp'
   unfinished.write_text(
     ''.join(f'{x}\n' for x in lines if _line_step(x) <= start)
   )
   unfinished.replace(path)
-  interval, begin = [], time.monotonic()
+  begin = time.monotonic()
 
   def record(step, metrics):
     nonlocal begin
     metrics = jax.device_get(metrics)
     training.check_finite(metrics, step)
-    interval.append(metrics)
+    leaves, structure = jax.tree.flatten(metrics)
+    interval.append([float(leaf) for leaf in leaves])
     bar.update()
     if step % config.log_every and step != config.steps:
       return
-    total = jax.tree.map(lambda *values: sum(values), *interval)
+    sums = np.sum(interval, axis=0)
+    total = jax.tree.unflatten(structure, sums)
     row = {name: float(x.mean) for name, x in total._asdict().items()}
     now = time.monotonic()
     row['tokens_per_second'] = float(total.bound.count) / (now - begin)
@@ -221,10 +248,10 @@ def recorder(workdir: pathlib.Path, start: int, config: ConfigDict):
 
 
 def _line_step(line: str) -> int | float:
-  """Step of a line of metrics.jsonl, infinite for one that was cut off."""
+  """Step of a line of metrics.jsonl, infinite for one that is damaged."""
   try:
     return json.loads(line)['step']
-  except ValueError:
+  except (ValueError, KeyError, TypeError):
     return math.inf
 
 
@@ -238,7 +265,7 @@ def train_steps(config, run, store, settings, workdir, state, iterator):
   start = int(state.step)
   pending = collections.deque()
   with (
-    recorder(workdir, start, config) as record,
+    recorder(workdir, start, config, settings['interval']) as record,
     command_line.caught_signals() as caught,
   ):
     for number in range(start + 1, config.steps + 1):
@@ -287,7 +314,8 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> int:
       saved = checkpoints.latest_settings(store)
       check_same_run(saved, settings, workdir)
       state = checkpoints.restore(store, state, iterator)
-      settings['train_seconds'] = saved['train_seconds']
+      for name in ('train_seconds', 'interval'):
+        settings[name] = saved[name]
       print(f'resuming {workdir} at step {int(state.step)}', flush=True)
     if int(state.step) > config.steps:
       raise ValueError(
@@ -315,7 +343,11 @@ def export(config, run, settings, state, workdir):
     schedule=config.loss.schedule,
     dtype=config.saved_dtype,
     history={'step': int(state.step)}
-    | {name: x for name, x in settings.items() if name != 'tokenizer'},
+    | {
+      name: value
+      for name, value in settings.items()
+      if name not in ('tokenizer', 'interval')
+    },
   )
 
 

@@ -143,7 +143,9 @@ def discrete_times(t: Float[Array, 'B'], num_steps: int) -> Float[Array, 'B']:
   """
   if num_steps < 1:
     raise ValueError(f'{num_steps=} must be at least 1')
-  return jnp.ceil(t * num_steps) / num_steps
+  # A grid point that rounding put just above itself must stay where it is.
+  step = jnp.ceil(t * num_steps * (1 - 1e-6))
+  return jnp.maximum(step, 1) / num_steps
 
 
 TIMES = {

@@ -62,6 +62,8 @@ class Tokenizer:
         f'unknown characters {names}; the vocabulary has '
         f'{len(self.alphabet)} characters'
       )
+    if any('\ud800' <= character <= '\udfff' for character in text):
+      raise ValueError('the text holds bytes that are not UTF-8')
     encoding = self.backend.encode(text, add_special_tokens=False)
     return np.array(encoding.ids, np.int32)
 

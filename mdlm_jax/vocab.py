@@ -43,8 +43,14 @@ class Vocab:
   pad_is_eos: bool = False
 
   def __post_init__(self):
-    for role in ('eos_ids', 'forbidden_ids'):  # Lists would not be hashable.
-      object.__setattr__(self, role, tuple(getattr(self, role)))
+    for role in ('eos_ids', 'forbidden_ids'):
+      ids = getattr(self, role)
+      if not isinstance(ids, Sequence):
+        raise ValueError(f'{role}={ids!r} must be a sequence of ids')
+      object.__setattr__(self, role, tuple(ids))  # Lists are not hashable.
+    for role, token_id in [('size', self.size), *self._roles()]:
+      if not isinstance(token_id, int) or isinstance(token_id, bool):
+        raise ValueError(f'{role}={token_id!r} must be an integer')
     for role, token_id in self._roles():
       if not 0 <= token_id < self.size:
         raise ValueError(

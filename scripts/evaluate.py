@@ -30,18 +30,20 @@ _NUM_REPLICATES = flags.DEFINE_integer(
   'num_replicates', 8, 'Independent passes over the text.'
 )
 _BATCH_SIZE = flags.DEFINE_integer('batch_size', 64, 'Rows per network call.')
-_SEED = flags.DEFINE_integer('seed', 0, 'Of the noise.')
+_SEED = flags.DEFINE_integer('seed', 0, 'Of the noise.', 0, 2**32 - 1)
 _JSON = flags.DEFINE_bool('json', False, 'Print one line of JSON.')
 
 
 def held_out_documents(history: dict, part: str) -> tuple[data.Document, ...]:
   """A held-out part of the text of a model's training run."""
-  if not history:
+  try:
+    settings, digest = history['config']['data'], history['corpus_sha256']
+  except (KeyError, TypeError):
     raise ValueError(
       'the model does not say what it was trained on; use --file'
-    )
-  corpus = data.corpus_of(history['config']['data'])
-  if data.corpus_digest(corpus) != history['corpus_sha256']:
+    ) from None
+  corpus = data.corpus_of(settings)
+  if data.corpus_digest(corpus) != digest:
     print('note: the text is not the one of the training run', file=sys.stderr)
   if not getattr(corpus, part):
     raise ValueError(f'the training run left no {part} text')

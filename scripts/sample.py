@@ -11,7 +11,6 @@ the braces themselves are written {{ and }}.
 """
 
 import json
-import sys
 import time
 from typing import NamedTuple
 
@@ -348,8 +347,6 @@ def main(argv):
   if _JSON.value:
     print_json(model, path, rows, generated, num_steps)
   else:
-    # A model of bytes may write what the terminal cannot show.
-    sys.stdout.reconfigure(errors='replace')
     print_text(model, path, rows, generated, num_canvases)
 
 

@@ -83,7 +83,7 @@ def test_another_structure_is_refused(tmp_path, other):
   save(tmp_path, make_state())
   with (
     checkpoints.open_directory(tmp_path) as store,
-    pytest.raises(ValueError),
+    pytest.raises(ValueError, match='is damaged, or holds a state of another'),
   ):
     checkpoints.restore(store, other, make_iterator())
 
@@ -92,7 +92,7 @@ def test_what_is_missing_in_the_file_is_refused(tmp_path):
   save(tmp_path, make_state()._replace(ema={}))
   with (
     checkpoints.open_directory(tmp_path) as store,
-    pytest.raises(ValueError),
+    pytest.raises(ValueError, match='is damaged, or holds a state of another'),
   ):
     checkpoints.restore(store, make_state(), make_iterator())
 

@@ -169,6 +169,15 @@ def test_impossible_requests_are_refused(options, message):
     bound(UNIFORM, [[2, 3]], **options)
 
 
+def test_a_network_of_nan_is_refused():
+  def features(params, cache, ids, **unused):
+    return jnp.full((*ids.shape, VOCAB.size), jnp.nan), ()
+
+  broken = predict.Denoiser(features, lambda params, hidden: hidden)
+  with pytest.raises(ValueError, match='non-finite'):
+    bound(broken, np.full((2, 4), 3, np.int32))
+
+
 def test_bits_per_character():
   result = evaluation.HeldOutBound(2 * math.log(2), 0.1 * math.log(2), 50)
   # 2 bits per token, 50 tokens for 200 characters.

@@ -126,6 +126,24 @@ def test_commit_writes_only_where_told():
   np.testing.assert_array_equal(written, [5, 8, 1])
 
 
+def test_narrow_ids_do_not_wrap():
+  got = reverse_update(
+    np.array([[5, 1]], np.uint8), [[9, 261]], [[0.1, 0.2]], [[T, T]], [1], 1, 0
+  )
+  np.testing.assert_array_equal(got, [[5, 261]])
+
+
+@pytest.mark.parametrize('x', [[], [[], []]])
+def test_empty_batches_and_rows(x):
+  empty = np.zeros((len(x), 0))
+  for run in (reverse_update, jax.jit(reverse_update, static_argnums=(5, 6))):
+    got = run(
+      empty.astype(int), empty.astype(int), empty, empty.astype(bool),
+      np.zeros(len(x), int), 1, 0,
+    )  # fmt: skip
+    assert got.shape == (len(x), 0)
+
+
 def test_committed_tokens_are_never_drawn_again():
   # Three of four committed, the network gives them confidence 0.
   got = reverse_update(
@@ -156,6 +174,7 @@ def test_pad_that_is_eos_may_be_committed():
     ({'reveal_counts': 2}, 'one count per row'),
     ({'reveal_counts': [1, 1, 1]}, 'one count per row'),
     ({'mask_id': 0}, 'must differ'),
+    ({'reveal_counts': [2**32 + 1, 1]}, 'reveal_counts holds a number outside'),
   ],
 )
 def test_static_mistakes_raise(changes, message):

@@ -214,7 +214,7 @@ def _build(kind, values, path):
     )
   try:
     return kind(**values)
-  except (TypeError, ValueError) as error:
+  except Exception as error:  # JSON may hold values of any kind.
     raise ValueError(f'{path}: {error}') from None
 
 

@@ -36,7 +36,9 @@ from mdlm_jax import (
 )
 
 _ROWS = flags.DEFINE_integer('rows', 20_000, 'Rows of each simulation.')
-_SEED = flags.DEFINE_integer('seed', 0, 'Seed of the simulations.')
+_SEED = flags.DEFINE_integer(
+  'seed', 0, 'Seed of the simulations.', 0, 2**32 - 1
+)
 _PLOT = flags.DEFINE_string('plot', None, 'Writes a plot to this file.')
 _JSON = flags.DEFINE_string('json', None, 'Writes the numbers to this file.')
 

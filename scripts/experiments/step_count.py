@@ -105,10 +105,13 @@ def write_reference(path: pathlib.Path, output: pathlib.Path) -> None:
 
 def read_corpus(path: pathlib.Path) -> data.Corpus:
   """The corpus that the model in a directory was trained on."""
-  history = directory.load(path).history
-  if not history:
-    raise ValueError(f'{path} does not say what its model was trained on')
-  return data.corpus_of(history['config']['data'])
+  try:
+    settings = directory.load(path).history['config']['data']
+  except (KeyError, TypeError):
+    raise ValueError(
+      f'{path} does not say what its model was trained on'
+    ) from None
+  return data.corpus_of(settings)
 
 
 def fit(corpus: data.Corpus) -> ngrams.NgramModel:
