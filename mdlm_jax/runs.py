@@ -107,7 +107,7 @@ def _prepare(config: ConfigDict) -> Run:
     raise ValueError(
       f"saved_dtype={config.saved_dtype!r} must be 'float32' or 'bfloat16'"
     )
-  corpus = data.corpus_of(config.data)
+  corpus = data.corpus_of(config.data.to_dict())
   if not corpus.validation:
     raise ValueError('the text is too short to hold a part of it out')
   tokenizer = data.corpus_tokenizer(corpus, config.data.bpe_vocab_size)
