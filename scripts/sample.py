@@ -57,10 +57,10 @@ _LENGTH = flags.DEFINE_integer(
 )
 _RULE = flags.DEFINE_enum(
   'rule',
-  'kernel',
+  'confidence',
   ['kernel', 'confidence'],
-  'Which positions a step reveals: a random subset, exactly as the reverse '
-  'process has it, or the most confident ones.',
+  'Which positions a step reveals: the most confident ones, or a random '
+  'subset, exactly as the reverse process has it (kernel).',
 )
 _STEPS = flags.DEFINE_integer(
   'steps', None, 'Network calls. Default: one per new token.'
@@ -79,7 +79,7 @@ _SCORE = flags.DEFINE_enum(
 )
 _TEMPERATURE = flags.DEFINE_float(
   'temperature',
-  0.8,
+  0.7,
   'Below 1 the likelier tokens gain; 1 is the model itself, 0 takes the '
   'likeliest.',
 )
