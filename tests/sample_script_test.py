@@ -63,7 +63,9 @@ def records(sample):
 
 
 def test_json_record_of_the_kernel(records):
-  (record,) = records(f'--prompt={PROMPT}', '--length=8', '--steps=4')
+  (record,) = records(
+    '--rule=kernel', f'--prompt={PROMPT}', '--length=8', '--steps=4'
+  )
   assert record['text'].startswith(PROMPT)
   assert len(record['text']) == len(record['ids']) == 24
   assert 1 not in record['ids']  # MASK
@@ -197,7 +199,10 @@ def test_tour_shows_the_three_ways(sample):
     (['--top_p=1.5'], r'top_p=1.5 must be in (0, 1]'),
     (['--top_k=0'], 'top_k=0 must be at least 1'),
     (['--temperature=0', '--top_p=.9'], 'cannot act at temperature 0'),
-    (['--score=margin'], '--score cannot act with --rule=kernel'),
+    (
+      ['--rule=kernel', '--score=margin'],
+      '--score cannot act with --rule=kernel',
+    ),
     (['--prompt=a', '--template=b{2}'], '--prompt and --template exclude'),
     (['--prompt=a', '--prompt_ids=5'], '--prompt and --prompt_ids exclude'),
     (['--template=b{2}', '--length=2'], '--template and --length exclude'),
@@ -238,3 +243,12 @@ def test_a_mistake_is_one_line_and_exit_code_2(argument, message):
   assert done.stdout == ''
   assert len(done.stderr.splitlines()) == 1
   assert message in done.stderr
+
+
+def test_without_a_checkpoint_the_shipped_model_writes_words(capsys):
+  arguments = ('--json', '--prompt=My fellow citizens, ', '--length=40')
+  script_runner.run('sample.py', *arguments, '--steps=20')
+  record = json.loads(capsys.readouterr().out)
+  assert record['text'].startswith('My fellow citizens, ')
+  # The commonest words of the corpus, which noise would hardly contain.
+  assert set(record['text'].split()) & {'the', 'of', 'to', 'and', 'in'}
