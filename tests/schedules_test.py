@@ -209,8 +209,9 @@ def test_the_kernel_keeps_its_precision_on_fine_grids(
   t, s = grid[1:], grid[:-1]
   exact = 1 - masked(np.float64(s)) / masked(np.float64(t))
   revealed = schedules.reveal_probability(schedule, jnp.array(t), jnp.array(s))
-  # The interval is 1/K of the levels, whose own rounding is 6e-8 of them.
-  np.testing.assert_allclose(revealed, exact, rtol=1e-6 * num_steps)
+  # The interval is 1/K of the levels, whose own rounding is 6e-8 of them; near
+  # t = 1 both may round to 1, to within two steps of float32 below it.
+  np.testing.assert_allclose(revealed, exact, 1e-6 * num_steps, 1.2e-7)
 
 
 @each_schedule

@@ -143,8 +143,14 @@ def load(directory: Path) -> Pretrained:
     vocab,
     tokenizer,
     schedules.named_schedule(schedule),
-    _read_json(directory / _HISTORY) if (directory / _HISTORY).exists() else {},
+    read_history(directory),
   )
+
+
+def read_history(directory: Path) -> dict:
+  """How the model of a directory was trained, {} where that is not known."""
+  path = pathlib.Path(directory) / _HISTORY
+  return _read_json(path) if path.exists() else {}
 
 
 def find(checkpoint: Path | None = None) -> pathlib.Path:

@@ -106,7 +106,7 @@ def write_reference(path: pathlib.Path, output: pathlib.Path) -> None:
 def read_corpus(path: pathlib.Path) -> data.Corpus:
   """The corpus that the model in a directory was trained on."""
   try:
-    settings = directory.load(path).history['config']['data']
+    settings = directory.read_history(path)['config']['data']
   except (KeyError, TypeError):
     raise ValueError(
       f'{path} does not say what its model was trained on'
