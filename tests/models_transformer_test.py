@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mdlm_jax.models import transformer
+from mdlm_jax.models import attention, transformer
 
 CONFIG = transformer.TransformerConfig(
   vocab_size=11,
@@ -157,7 +157,7 @@ def test_attention_equals_jax_and_averages_where_nothing_is_seen():
   v = jax.random.normal(jax.random.fold_in(key, 2), (2, 7, 2, 6))
   mask = jax.random.bernoulli(jax.random.fold_in(key, 3), 0.6, (2, 5, 7))
   mask = mask.at[0, 0].set(False)
-  ours = transformer.attention(q, k, v, mask)
+  ours = attention.attention(q, k, v, mask)
   theirs = jax.nn.dot_product_attention(q, k, v, mask=mask[:, None])
   np.testing.assert_allclose(ours, theirs, atol=1e-5)
   np.testing.assert_allclose(
@@ -365,7 +365,7 @@ def test_graph_mode_off_gives_the_same_network():
   program = """
 import jax, jax.numpy as jnp
 from flax import nnx
-from mdlm_jax.models import transformer
+from mdlm_jax.models import attention, transformer
 config = transformer.TransformerConfig(
   vocab_size=5, num_layers=2, model_dim=8, num_heads=2, mlp_dim=8,
   max_length=4, time_conditioning=True)
