@@ -101,6 +101,8 @@ def _check_writable(path: str) -> None:
 def _parse(argv: Sequence[str]) -> list[str]:
   try:
     remaining = flags.FLAGS(argv)
+  except SystemExit:  # --help, which is no failure.
+    sys.exit(0)
   except Exception as error:  # A config file is a program of the user's.
     _fail(error)
   if len(remaining) > 1:

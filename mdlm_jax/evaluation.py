@@ -196,14 +196,15 @@ def summary(report: dict) -> str:
     f'{report["nats_per_token"]:.4f} +- '
     f'{report["nats_per_token_standard_error"]:.4f} nats per token, '
     f'{report["bits_per_character"]:.4f} +- '
-    f'{report["bits_per_character_standard_error"]:.4f} bits per character'
+    f'{report["bits_per_character_standard_error"]:.4f} bits per character '
+    '(+- one standard error of the noise levels and masks)'
   ]
   entropies = report.get('corpus_entropies_bits_per_character')
-  if entropies:
+  if entropies and not report.get('file'):
     lines.append(
-      'entropy of the corpus given the 0, 1, 2 characters before: '
+      'entropy of its whole corpus given the 0, 1, 2 characters before: '
       + ', '.join(f'{bits:.2f}' for bits in entropies)
-      + ' bits per character'
+      + ' bits per character, counted on the corpus itself'
     )
   return '\n'.join(lines)
 

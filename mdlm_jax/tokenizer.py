@@ -148,7 +148,7 @@ def train_bpe(texts: Sequence[str], vocab_size: int) -> Tokenizer:
   if backend.get_vocab_size() != vocab_size:
     raise ValueError(
       f'the text gives {backend.get_vocab_size()} byte-pair tokens at most, '
-      f'fewer than {vocab_size=}'
+      f'fewer than {vocab_size=}; choose fewer, or single characters'
     )
   # The trainer made [PAD] and [MASK] added tokens, which text can contain.
   content = json.loads(backend.to_str())

@@ -2,8 +2,9 @@
 
   python scripts/evaluate.py [--checkpoint=runs/tiny] [--file=text.txt] [--json]
 
-Without --file: a held-out part of the text that the model was trained on, for
-which that text must be where it was then.
+Without --file: the held-out part of the text that the model was trained on. The
+text of the model that comes with the package is not shipped; its held-out
+beginnings are, as mdlm_jax/pretrained/sotu/heldout.txt.
 """
 
 import json
@@ -42,7 +43,12 @@ def held_out_documents(history: dict, part: str) -> tuple[data.Document, ...]:
     raise ValueError(
       'the model does not say what it was trained on; use --file'
     ) from None
-  corpus = data.corpus_of(settings)
+  try:
+    corpus = data.corpus_of(settings)
+  except FileNotFoundError as error:
+    raise FileNotFoundError(
+      f'{error}, the text that the model was trained on; name a text by --file'
+    ) from None
   if data.corpus_digest(corpus) != digest:
     print('note: the text is not the one of the training run', file=sys.stderr)
   if not getattr(corpus, part):

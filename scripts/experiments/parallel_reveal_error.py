@@ -142,14 +142,22 @@ def plot(rows: Sequence[dict], path: str) -> None:
       capsize=4,
       label='simulated',
     )
-    axes.plot(x, [row['enumerated'] for row in group], 'kx', label='enumerated')
     style = 'k--' if axes is left else 'k_'
     axes.plot(x, [row['formula'] for row in group], style, label='formula')
-  left.set(
-    xscale='log', yscale='log', xlabel='calls K', ylabel='invalid fraction'
-  )
+    axes.plot(
+      x,
+      [row['enumerated'] for row in group],
+      'rx',
+      zorder=3,
+      label='enumerated',
+    )
+  left.set_xscale('log', base=2)
+  left.set_yscale('log', base=2)
+  left.set(xlabel='calls K', ylabel='invalid fraction')
+  for axis in (left.xaxis, left.yaxis):
+    axis.set_major_formatter('{x:g}')
   left.set_title('equal intervals: 1 / (2K)')
-  right.set(ylim=(0, None))
+  right.set(ylim=(0, None), ylabel='invalid fraction')
   right.set_title('8 intervals: half the sum of squares')
   left.legend()
   figure.tight_layout()

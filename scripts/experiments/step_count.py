@@ -75,6 +75,11 @@ MEASURES = {
   'entropy': 'entropy',
   'repetition': 'repetition',
 }
+PLOT_TITLES = {
+  'bits_per_character': 'bits per character, order-3 model',
+  'entropy': 'entropy of the characters, bits',
+  'repetition': 'share of repeated 4-grams',
+}
 
 
 class Reference(NamedTuple):
@@ -211,7 +216,7 @@ def plot(rows: Sequence[dict], path: str) -> None:
   pyplot = command_line.pyplot()
   figure, all_axes = pyplot.subplots(1, len(MEASURES), figsize=(12, 3.6))
   *points, real = rows
-  for axes, (name, title) in zip(all_axes, MEASURES.items(), strict=True):
+  for axes, name in zip(all_axes, MEASURES, strict=True):
     for rule in ('kernel', 'confidence'):
       group = [row for row in points if row['rule'] == rule]
       axes.errorbar(
@@ -224,7 +229,7 @@ def plot(rows: Sequence[dict], path: str) -> None:
       )
     axes.axhline(real[name], color='k', linestyle='--', label='real text')
     axes.set_xscale('log', base=2)
-    axes.set(xlabel='network calls', title=title)
+    axes.set(xlabel='network calls', title=PLOT_TITLES[name])
   all_axes[0].legend()
   figure.tight_layout()
   figure.savefig(path, dpi=150)
@@ -246,7 +251,8 @@ def main(argv):
     )
   rows = run(model, read_reference(path), length)
   print(
-    f'{_NUM_SAMPLES.value} samples of {length} tokens per point; order-3 bits '
+    f'{_NUM_SAMPLES.value} samples of {length} tokens per point, temperature '
+    f'{_TEMPERATURE.value:g}; order-3 bits '
     'per character, entropy in bits, repeated 4-grams, distinct word pairs\n'
   )
   print(table(rows))
