@@ -5,13 +5,13 @@ import pathlib
 
 import numpy as np
 
-_FOLDER = pathlib.Path(__file__).parent / 'golden'
+FOLDER = pathlib.Path(__file__).parent / 'golden'
 
 
 def load(name: str) -> dict[str, dict[str, np.ndarray]]:
   """Reads `tests/golden/<name>.npz`: case -> field -> array."""
   cases = collections.defaultdict(dict)
-  with np.load(_FOLDER / f'{name}.npz') as arrays:
+  with np.load(FOLDER / f'{name}.npz') as arrays:
     for key, array in arrays.items():
       case, field = key.rsplit('.', 1)
       cases[case][field] = array
