@@ -286,12 +286,15 @@ def train_steps(config, run, store, settings, workdir, state, iterator):
   return state, caught[0] if caught else None
 
 
-def train(config: ConfigDict, workdir: pathlib.Path) -> int:
+def train(
+  config: ConfigDict, workdir: pathlib.Path, *, resume: bool = True
+) -> int:
   """Trains, evaluates and writes.
 
   Args:
     config: as the files in configs/ have it.
     workdir: made if missing; a run that it holds goes on.
+    resume: whether it may; False refuses a directory that holds a run.
 
   Returns:
     The exit code: 0, and 130 where Ctrl-C ended the run early.
@@ -311,6 +314,11 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> int:
     workdir / 'checkpoints', keep=config.keep_checkpoints
   ) as store:
     if checkpoints.latest_step(store) is not None:
+      if not resume:
+        raise ValueError(
+          f'{workdir} holds a run at step {checkpoints.latest_step(store)}; '
+          'resume it or choose another --workdir'
+        )
       saved = checkpoints.latest_settings(store)
       check_same_run(saved, settings, workdir)
       state = checkpoints.restore(store, state, iterator)

@@ -23,11 +23,18 @@ with command_line.extra('train'):
 
 _CONFIG = config_flags.DEFINE_config_file('config', lock_config=True)
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Where everything is written.')
+_RESUME = flags.DEFINE_bool(
+  'resume',
+  True,
+  'Goes on from the checkpoint of the work directory, if it has one; '
+  '--noresume refuses such a directory.',
+)
 flags.mark_flags_as_required(['config', 'workdir'])
 
 
 def main(_) -> int:
-  return runs.train(_CONFIG.value, pathlib.Path(_WORKDIR.value))
+  workdir = pathlib.Path(_WORKDIR.value)
+  return runs.train(_CONFIG.value, workdir, resume=_RESUME.value)
 
 
 if __name__ == '__main__':

@@ -136,6 +136,13 @@ def test_resumed_run_equals_the_unbroken_one(
   jax.tree.map(np.testing.assert_array_equal, *states)
 
 
+def test_a_run_is_not_touched_where_it_may_not_be_resumed(finished, text_file):
+  before = snapshot(finished)
+  with pytest.raises(ValueError, match='holds a run at step 6'):
+    runs.train(tiny_config(text_file), finished, resume=False)
+  assert snapshot(finished) == before
+
+
 def state_of(workdir, text_file):
   run = runs.prepare(tiny_config(text_file))
   iterator = data.batches(run.windows, batch_size=16, seed=0)
