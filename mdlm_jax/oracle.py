@@ -6,7 +6,6 @@ own `sampling.reverse_step` on every state and every cell of the noise, so it is
 the law of the code that samples, not of a second copy.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,7 +17,8 @@ from jaxtyping import Array, Float, Int
 from mdlm_jax import sampling
 from mdlm_jax.canvas import Canvas
 from mdlm_jax.draws import Draw, categorical
-from mdlm_jax.predict import Denoiser, predict
+from mdlm_jax.interning import interned
+from mdlm_jax.predict import Denoiser
 from mdlm_jax.rules import Rule
 from mdlm_jax.vocab import Vocab
 
@@ -81,7 +81,7 @@ def joint(
   return Joint(np.asarray(strings, np.int32), probabilities)
 
 
-@functools.cache
+@interned
 def exact_denoiser(vocab: Vocab) -> Denoiser:
   """The denoiser that knows the joint, which is its `params`.
 
@@ -173,18 +173,7 @@ def _advance(decoding, params, masses, like, step, canvas):
   vocab = decoding.vocab
   states = _thaw(list(masses), like)
   batch = _repeat(canvas, len(masses))
-  prediction, _ = _predict(
-    decoding.denoiser,
-    params,
-    None,
-    states.ids,
-    vocab=vocab,
-    t=states.t,
-    valid=batch.valid,
-    positions=batch.positions,
-    segments=batch.segments,
-    step=step,
-  )
+  prediction = _predict_canvas(decoding, params, step, states, batch)
   prediction = jax.tree.map(np.asarray, prediction)
   masked = np.asarray(sampling.is_masked(states.ids, batch, vocab))
   possible = context_matches(params, states.ids, vocab) * params.probabilities
@@ -223,7 +212,7 @@ def _advance(decoding, params, masses, like, step, canvas):
   return masses
 
 
-_predict = jax.jit(predict, static_argnames=('denoiser', 'vocab'))
+_predict_canvas = jax.jit(sampling.predict_canvas, static_argnames='decoding')
 _reverse_step = jax.jit(sampling.reverse_step, static_argnames='decoding')
 
 

@@ -103,9 +103,9 @@ def _prepare(config: ConfigDict) -> Run:
       raise ValueError(f'config.{name}={value} must be at least {least}')
   if not 0 <= config.seed < 2**32:
     raise ValueError(f'config.seed={config.seed} must lie in [0, 2**32)')
-  if config.saved_dtype not in ('float32', 'bfloat16'):
+  if config.saved_dtype not in directory.DTYPES:
     raise ValueError(
-      f"saved_dtype={config.saved_dtype!r} must be 'float32' or 'bfloat16'"
+      f'saved_dtype={config.saved_dtype!r} must be one of {directory.DTYPES}'
     )
   corpus = data.corpus_of(config.data.to_dict())
   if not corpus.validation:

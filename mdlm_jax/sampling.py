@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from mdlm_jax.canvas import Canvas
 from mdlm_jax.draws import Draw, DrawNoise, categorical
 from mdlm_jax.noise import row_keys
-from mdlm_jax.predict import Denoiser, predict
+from mdlm_jax.predict import Denoiser, Prediction, predict
 from mdlm_jax.reverse import commit
 from mdlm_jax.rules import Proposal, Row, Rule
 from mdlm_jax.vocab import Vocab
@@ -187,6 +187,29 @@ def step_noise(
   return jax.vmap(one_row)(keys, canvas.positions)
 
 
+def predict_canvas(
+  decoding: Decoding,
+  params: Any,
+  step: Int[Array, ''] | int,
+  state: SamplerState,
+  canvas: Canvas,
+) -> Prediction:
+  """What the network says about the canvas as it is, at every slot."""
+  prediction, _ = predict(
+    decoding.denoiser,
+    params,
+    None,
+    state.ids,
+    vocab=decoding.vocab,
+    t=state.t,
+    valid=canvas.valid,
+    positions=canvas.positions,
+    segments=canvas.segments,
+    step=step,
+  )
+  return prediction
+
+
 def reverse_step(
   decoding: Decoding,
   params: Any,
@@ -208,19 +231,8 @@ def reverse_step(
   Returns:
     The state after the call.
   """
-  denoiser, vocab, rule, draw = decoding
-  prediction, _ = predict(
-    denoiser,
-    params,
-    None,
-    state.ids,
-    vocab=vocab,
-    t=state.t,
-    valid=canvas.valid,
-    positions=canvas.positions,
-    segments=canvas.segments,
-    step=step,
-  )
+  _, vocab, rule, draw = decoding
+  prediction = predict_canvas(decoding, params, step, state, canvas)
   draw_noise, rule_noise = noise
   candidate_ids, confidence = draw.propose(draw_noise, prediction)
   rows = _rows(state.ids, canvas, vocab)

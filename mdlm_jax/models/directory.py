@@ -30,7 +30,7 @@ _CONFIG, _WEIGHTS, _TOKENIZER, _HISTORY = (
 )
 _FORMAT = 1
 _ARCHITECTURE = 'mdlm_jax'
-_DTYPES = ('float32', 'bfloat16')
+DTYPES = ('float32', 'bfloat16')
 _PACKAGED = pathlib.Path(__file__).parents[1] / 'pretrained' / 'sotu'
 
 Path = str | os.PathLike
@@ -241,8 +241,8 @@ def _read_weights(path, config):
 
 def _check_names(schedule, dtype):
   schedules.named_schedule(schedule)
-  if dtype not in _DTYPES:
-    raise ValueError(f'dtype={dtype!r} must be one of {", ".join(_DTYPES)}')
+  if dtype not in DTYPES:
+    raise ValueError(f'dtype={dtype!r} must be one of {", ".join(DTYPES)}')
 
 
 def _check_roles(config, vocab, tokenizer):

@@ -22,6 +22,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Key
 
 from mdlm_jax import predict
+from mdlm_jax.interning import interned
 from mdlm_jax.models.attention import (
   attention,
   attention_mask,
@@ -143,7 +144,7 @@ def init(config: TransformerConfig, key: Key[Array, '']) -> Params:
   return init_one(Outer, outer_key) | {'blocks': blocks}
 
 
-@functools.cache
+@interned
 def denoiser(config: TransformerConfig) -> predict.Denoiser:
   """The network of `config` as a `Denoiser`; equal configs give equal ones.
 
