@@ -286,6 +286,28 @@ def plan_counts(
   return left[..., :-1] - left[..., 1:]
 
 
+@interned
+def grid_counts(grid: tuple[float, ...]) -> Callable:
+  """`plan_counts` on a grid, as the `counts` of a rule.
+
+  Args:
+    grid: share of positions still masked before and after each call, such as
+      `cosine_grid(num_steps)` (MaskGIT).
+
+  Returns:
+    `counts(num_open, num_steps) -> [..., num_steps]`.
+
+  Raises:
+    ValueError: for a grid that does not fall strictly from 1 to 0.
+
+  Example:
+    >>> print(grid_counts(cosine_grid(3))(7, 3))
+    [1 2 4]
+  """
+  check_grid(grid)
+  return lambda num_open, num_steps: plan_counts(num_open, num_steps, grid)
+
+
 def _check_num_steps(num_steps):
   if num_steps < 1:
     raise ValueError(f'{num_steps=} must be at least 1')

@@ -1,0 +1,25 @@
+"""Positions: which slots are written in a step, and which are taken back.
+
+A rule is a handful of small pure functions, written for one row; the sampler
+puts `vmap` on them (`contract`). A new way to decode is a new function here,
+not a branch in the loop. Constructors are cached: equal settings give the
+identical rule, so nothing is compiled twice.
+
+  reverse_kernel  the exact reverse process: on a grid, or event by event
+  planned         counts known in advance, positions by a score
+  adaptive        as many positions as the prediction allows
+  correction      rules that take committed tokens back
+"""
+
+from mdlm_jax.rules.contract import Proposal, Row, Rule, Update
+from mdlm_jax.rules.planned import by_confidence
+from mdlm_jax.rules.reverse_kernel import kernel
+
+__all__ = [
+  'Proposal',
+  'Row',
+  'Rule',
+  'Update',
+  'by_confidence',
+  'kernel',
+]
