@@ -11,15 +11,33 @@ identical rule, so nothing is compiled twice.
   correction      rules that take committed tokens back
 """
 
+from mdlm_jax.rules.adaptive import entropy_bound, factor, klass, threshold
 from mdlm_jax.rules.contract import Proposal, Row, Rule, Update
-from mdlm_jax.rules.planned import by_confidence
-from mdlm_jax.rules.reverse_kernel import kernel
+from mdlm_jax.rules.planned import (
+  by_binomial_confidence,
+  by_confidence,
+  by_sampled_confidence,
+  dilated,
+  left_to_right,
+  maskgit,
+)
+from mdlm_jax.rules.reverse_kernel import first_hitting, kernel
 
 __all__ = [
   'Proposal',
   'Row',
   'Rule',
   'Update',
+  'by_binomial_confidence',
   'by_confidence',
+  'by_sampled_confidence',
+  'dilated',
+  'entropy_bound',
+  'factor',
+  'first_hitting',
   'kernel',
+  'klass',
+  'left_to_right',
+  'maskgit',
+  'threshold',
 ]

@@ -1,0 +1,225 @@
+"""As many slots per call as the prediction allows.
+
+Every rule here writes at least one MASK slot per call while there is one, so a
+window of K slots needs at most K calls. Ties go to the lowest position.
+"""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from mdlm_jax.draws import negative_entropy
+from mdlm_jax.interning import interned
+from mdlm_jax.reverse import top_eligible
+from mdlm_jax.rules.contract import Proposal, Row, Rule, Update
+
+
+@interned
+def threshold(value: float) -> Rule:
+  """Every slot of confidence at least `value`, and always the best one.
+
+  Parallel decoding by a confidence threshold (Wu et al. 2025, Fast-dLLM, arXiv
+  2505.22618, section 3.3). With an exact denoiser it is exact only where it
+  writes one slot at a time, by a score that does not depend on the drawn token.
+
+  Args:
+    value: in units of the draw's score, finite; a probability above 1 is never
+      reached, and one slot is written per call.
+
+  Returns:
+    The rule.
+
+  Raises:
+    ValueError: for a `value` that is not finite.
+
+  Example:
+    >>> threshold(0.9).calls(num_slots=10)
+    10
+  """
+  _check(value, 'value', minimum=-math.inf)
+
+  def update(noise, step, row, proposal, state):
+    del noise, step
+    passed = row.masked & (proposal.confidence >= value)
+    return Update(passed | _best(row, proposal), state)
+
+  return _until_filled(update)
+
+
+@interned
+def factor(value: float) -> Rule:
+  """The more confident the candidates, the more of them at once.
+
+  With the confidences of the MASK slots in descending order, c_1 >= c_2 >= ...,
+  slots are written as long as (n + 1) (1 - c_n) < value, the first always (Wu
+  et al. 2025, Fast-dLLM, arXiv 2505.22618, section 3.3: n tokens of confidence
+  above 1 - 1 / (n + 1) have the mode of the product as the mode of the joint).
+  The reference code also writes all slots when only the last one fails; this
+  rule does not. The score is a probability: `draws.probability` there.
+
+  With an exact denoiser it is exact only where it writes one slot at a time, by
+  a score that does not depend on the drawn token.
+
+  Args:
+    value: the factor f, finite and at least 0; at 0 one slot per call.
+
+  Returns:
+    The rule.
+
+  Raises:
+    ValueError: for a `value` that is negative or not finite.
+
+  Example:
+    >>> factor(1.0).calls(num_slots=10)
+    10
+  """
+  _check(value, 'value')
+
+  def update(noise, step, row, proposal, state):
+    del noise, step
+    best_first = _descending(proposal.confidence, row.masked)
+    n = jnp.arange(1, best_first.shape[0] + 1)
+    passed = (n + 1) * (1 - best_first) < value
+    count = jnp.maximum(_leading(passed), 1)
+    return Update(top_eligible(proposal.confidence, row.masked, count), state)
+
+  return _until_filled(update)
+
+
+@interned
+def entropy_bound(gamma: float) -> Rule:
+  """As many slots as keep the error of drawing them independently small.
+
+  With the entropies of the MASK slots in ascending order, the largest prefix
+  whose sum minus its largest entropy is at most `gamma` (Ben-Hamu et al. 2025,
+  EB-Sampler, arXiv 2505.24857). With the exact denoiser that
+  difference bounds the KL divergence from the joint law of the slots to the
+  product of their marginals, so that at 0 the rule samples exactly: it writes
+  what is certain, and one slot more. The entropies are those of the model over
+  the ids that may be drawn, in nats, whatever the draw and its score.
+
+  Args:
+    gamma: nats per call, finite and at least 0.
+
+  Returns:
+    The rule.
+
+  Raises:
+    ValueError: for a `gamma` that is negative or not finite.
+
+  Example:
+    >>> entropy_bound(0.1).calls(num_slots=10)
+    10
+  """
+  _check(gamma, 'gamma')
+
+  def update(noise, step, row, proposal, state):
+    del noise, step
+    # Rounding may leave a certain slot a little above 0.
+    certainty = jnp.minimum(negative_entropy(proposal, None, None), 0)
+    ascending = -_descending(certainty, row.masked)
+    # The sum minus the largest: the sum of those before.
+    before = jnp.concatenate([jnp.zeros(1), jnp.cumsum(ascending)[:-1]])
+    count = _leading(before <= gamma)
+    return Update(top_eligible(certainty, row.masked, count), state)
+
+  return _until_filled(update)
+
+
+@interned
+def klass(confidence: float, kl: float, *, history: int = 1) -> Rule:
+  """Slots that are confident and whose prediction has settled.
+
+  A slot is written when its confidence exceeds `confidence` and the divergence
+  KL(p_now || p_before) between the predictions of successive calls was below
+  `kl` at each of the last `history` calls; where there is none, the best one
+  (Kim et al. 2025, KLASS, arXiv 2511.05664). The first call of a window has
+  nothing to compare with. The state holds a prediction, `[K, V]`.
+
+  With an exact denoiser it is exact only where it writes one slot at a time, by
+  a score that does not depend on the drawn token.
+
+  Args:
+    confidence: bound in units of the draw's score, finite.
+    kl: bound in nats, finite and above 0.
+    history: at least 1.
+
+  Returns:
+    The rule.
+
+  Raises:
+    ValueError: for settings out of range.
+
+  Example:
+    >>> klass(0.9, 0.01, history=2).calls(num_slots=10)
+    10
+  """
+  _check(confidence, 'confidence', minimum=-math.inf)
+  if not (math.isfinite(kl) and kl > 0):
+    raise ValueError(f'{kl=} must be finite and above 0')
+  if history < 1:
+    raise ValueError(f'{history=} must be at least 1')
+
+  def init(noise, row, num_ids):
+    del noise
+    num_slots = row.masked.shape[0]
+    log_probs = jnp.zeros((num_slots, num_ids), jnp.result_type(float))
+    return (log_probs, jnp.zeros(num_slots, jnp.int32)), None
+
+  def update(noise, step, row, proposal, state):
+    del noise
+    before, settled = state
+    now = (proposal.logits - proposal.log_z[:, None]).astype(before.dtype)
+    close = (divergence(now, before) < kl) & (step > 0)
+    settled = jnp.where(close, settled + 1, 0)
+    ready = (settled >= history) & (proposal.confidence > confidence)
+    write = row.masked & ready
+    write |= _best(row, proposal) & ~write.any()
+    return Update(write, (now, settled))
+
+  return _until_filled(update, init)
+
+
+def divergence(
+  log_p: Float[Array, 'K V'], log_q: Float[Array, 'K V']
+) -> Float[Array, 'K']:
+  """KL(p || q) in nats, with 0 log 0 = 0; infinite where p is not below q.
+
+  Example:
+    >>> log_p = jnp.log(jnp.array([[0.5, 0.5, 0.0]]))
+    >>> print(divergence(log_p, jnp.log(jnp.array([[0.25, 0.75, 0.0]]))))
+    [0.14384104]
+  """
+  p = jnp.exp(log_p)
+  return (p * jnp.where(p > 0, log_p - log_q, 0.0)).sum(-1)
+
+
+def _until_filled(update: Callable, init: Callable | None = None) -> Rule:
+  rule = Rule(lambda num_slots: num_slots, update, adaptive=True)
+  return rule if init is None else rule._replace(init=init)
+
+
+def _best(row: Row, proposal: Proposal) -> Bool[Array, 'K']:
+  return top_eligible(proposal.confidence, row.masked, 1, max_count=1)
+
+
+def _descending(scores, masked):
+  """Scores of the masked slots from the best on, then -inf."""
+  best_first, _ = jax.lax.top_k(
+    jnp.where(masked, scores, -jnp.inf), scores.shape[0]
+  )
+  return best_first
+
+
+def _leading(passed: Bool[Array, 'K']):
+  """How many are true before the first that is false."""
+  return jnp.cumprod(passed.astype(jnp.int32)).sum()
+
+
+def _check(value, name, minimum=0.0):
+  if not (math.isfinite(value) and value >= minimum):
+    allowed = 'finite' + (' and at least 0' if minimum == 0 else '')
+    raise ValueError(f'{name}={value} must be {allowed}')
