@@ -5,14 +5,24 @@ puts `vmap` on them (`contract`). A new way to decode is a new function here,
 not a branch in the loop. Constructors are cached: equal settings give the
 identical rule, so nothing is compiled twice.
 
-  reverse_kernel  the exact reverse process: on a grid, or event by event
-  planned         counts known in advance, positions by a score
-  adaptive        as many positions as the prediction allows
-  correction      rules that take committed tokens back
+  reverse_kernel    the exact reverse process: on a grid, or event by event
+  planned           counts known in advance, positions by a score
+  adaptive          as many positions as the prediction allows
+  remasking_kernel  a reverse process that takes tokens back, by `sigmas`
+  correction        committed tokens ranked anew, replaced, or refined
 """
 
+from mdlm_jax.rules import sigmas
 from mdlm_jax.rules.adaptive import entropy_bound, factor, klass, threshold
 from mdlm_jax.rules.contract import Proposal, Row, Rule, Update
+from mdlm_jax.rules.correction import (
+  bert_planner,
+  editing,
+  external_planner,
+  path_planning,
+  refined,
+  self_planner,
+)
 from mdlm_jax.rules.planned import (
   by_binomial_confidence,
   by_confidence,
@@ -21,6 +31,7 @@ from mdlm_jax.rules.planned import (
   left_to_right,
   maskgit,
 )
+from mdlm_jax.rules.remasking_kernel import remasking
 from mdlm_jax.rules.reverse_kernel import first_hitting, kernel
 
 __all__ = [
@@ -28,16 +39,24 @@ __all__ = [
   'Row',
   'Rule',
   'Update',
+  'bert_planner',
   'by_binomial_confidence',
   'by_confidence',
   'by_sampled_confidence',
   'dilated',
+  'editing',
   'entropy_bound',
+  'external_planner',
   'factor',
   'first_hitting',
   'kernel',
   'klass',
   'left_to_right',
   'maskgit',
+  'path_planning',
+  'refined',
+  'remasking',
+  'self_planner',
+  'sigmas',
   'threshold',
 ]
