@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
@@ -306,6 +307,60 @@ def grid_counts(grid: tuple[float, ...]) -> Callable:
   """
   check_grid(grid)
   return lambda num_open, num_steps: plan_counts(num_open, num_steps, grid)
+
+
+@interned
+def floor_counts(eps: float = 1e-3) -> Callable:
+  """Dream's counts: the floor of what the linear kernel reveals on average.
+
+  On the times t_k = 1 - (1 - eps) k / num_steps, call k writes
+  floor(n (1 - t_(k+1) / t_k)) of the n positions still masked, and the last
+  call all that are left (Ye et al. 2025, `diffusion_generate`). What the floor
+  drops is left to later calls: the first often write nothing, the last writes
+  more than its share. In float32, as published: the floor makes rounding
+  visible.
+
+  Args:
+    eps: the last time, in (0, 1).
+
+  Returns:
+    `counts(num_open, num_steps) -> [..., num_steps]`, for the `counts` of a
+    rule.
+
+  Raises:
+    ValueError: for `eps` out of range; the counts, as `plan_counts` does.
+
+  Example:
+    >>> print(floor_counts()(8, 5))
+    [1 1 1 2 3]
+  """
+  if not 0 < eps < 1:
+    raise ValueError(f'{eps=} must be above 0 and below 1')
+
+  def counts(num_open, num_steps):
+    _check_num_steps(num_steps)
+    num_open = jnp.asarray(num_open, jnp.int32)
+    check_values(num_open >= 0, 'num_open must be at least 0')
+    times = _falling_times(eps, num_steps)
+    shares = 1 - times[1:] / times[:-1]
+
+    def call(left, share):
+      count = jnp.floor(left.astype(jnp.float32) * share).astype(jnp.int32)
+      return left - count, count
+
+    left, early = jax.lax.scan(call, num_open, jnp.asarray(shares[:-1]))
+    return jnp.moveaxis(jnp.concatenate([early, left[None]]), 0, -1)
+
+  return counts
+
+
+def _falling_times(eps, num_steps):
+  """float32 times from 1 to eps, rounded as torch.linspace rounds them."""
+  k = np.arange(num_steps + 1)
+  step = np.float64((np.float32(eps) - np.float32(1)) / np.float32(num_steps))
+  from_end = np.float64(np.float32(eps)) - step * (num_steps - k)
+  times = np.where(k < (num_steps + 1) // 2, 1 + step * k, from_end)
+  return times.astype(np.float32)
 
 
 def _check_num_steps(num_steps):

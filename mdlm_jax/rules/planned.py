@@ -261,17 +261,19 @@ def dilated(base: int = 2) -> Rule:
   def calls(num_slots):
     return next(r for r in itertools.count(1) if base**r >= num_slots)
 
-  def update(noise, step, row, proposal, state):
+  def init(noise, row, num_ids):
+    del noise, num_ids
+    return jnp.argmax(row.open), None
+
+  def update(noise, step, row, proposal, first_open):
     del noise, proposal
     num_slots = row.masked.shape[0]
-    last = calls(num_slots) - 1
-    strides = np.asarray([base ** (last - k) for k in range(last + 1)])
-    distance = jnp.arange(num_slots) - jnp.argmax(row.open)
-    return Update(
-      row.masked & (distance % jnp.asarray(strides)[step] == 0), state
-    )
+    strides = base ** np.arange(calls(num_slots))[::-1]
+    distance = jnp.arange(num_slots) - first_open
+    in_group = distance % jnp.asarray(strides)[step] == 0
+    return Update(row.masked & in_group, first_open)
 
-  return Rule(calls, update)
+  return Rule(calls, update, init=init)
 
 
 def largest_count(counts: Callable, num_slots: int, num_steps: int) -> int:
