@@ -39,14 +39,33 @@ class DrawNoise(NamedTuple):
   order: Float[Array, '*S']
 
 
+class Context(NamedTuple):
+  """What stands around the slots for which values are drawn.
+
+  Attributes:
+    ids: the whole canvas. Shape `[B, L]`.
+    visible: slots whose token is given or committed: valid ones, but for MASK
+      that is to be generated. Shape `[B, L]`.
+    slots: the slots of the window, for which the prediction is. Shape `[B, W]`.
+    segments: document of each slot when several are packed in a row, or None.
+  """
+
+  ids: Int[Array, '*B L']
+  visible: Bool[Array, '*B L']
+  slots: Int[Array, '*B W']
+  segments: Int[Array, '*B L'] | None = None
+
+
 class Draw(NamedTuple):
   """How values are drawn.
 
   Attributes:
     noise: `noise(row_key, positions [K], num_ids) -> DrawNoise`, for one row.
-    propose: `propose(noise, prediction) -> candidate_ids, confidence`.
-    cells: `cells(prediction, masked) -> iterator of (probability, noise)`: the
-      law of the noise of one row of a small space, as finitely many cases.
+    propose: `propose(noise, prediction, context) -> candidate_ids, confidence`,
+      for the batch. The context may be None for a draw that does not read it.
+    cells: `cells(prediction, masked, context) -> iterator of (probability,
+      noise)`: the law of the noise of one row of a small space, as finitely
+      many cases; the context is that row's.
   """
 
   noise: Callable
@@ -108,19 +127,26 @@ def categorical(
   temperature: float = 1.0,
   top_k: int | None = None,
   top_p: float | None = None,
+  min_p: float | None = None,
+  repetition_penalty: float = 1.0,
+  neighbourhood: int | None = None,
   score: ScoreFn = row_maximum,
   tempered: bool = False,
 ) -> Draw:
-  """Draws from the predicted categorical, after temperature and filters.
+  """Draws from the predicted categorical, after penalty, temperature, filters.
 
-  The order is temperature, then top-k, then top-p. Temperature 0 is the argmax
-  (lowest id on a tie). Top-k keeps the tokens at least as probable as the k-th;
-  top-p keeps a token iff the tokens more probable than it hold less than
-  `top_p`, so the one that crosses is kept; equal tokens share one fate.
+  The order is repetition penalty, temperature, top-k, top-p, min-p; each reads
+  the distribution that the ones before it leave, renormalised. Temperature 0 is
+  the argmax (lowest id on a tie) after the penalty. Top-k keeps the tokens at
+  least as probable as the k-th; top-p keeps a token iff the tokens more
+  probable than it hold less than `top_p`, so the one that crosses is kept;
+  min-p keeps a token iff p >= min_p max p (Nguyen et al. 2024). Equal tokens
+  share one fate. The penalty is that of `penalise_repeats`.
 
-  One at a time with an exact denoiser, at temperature 1 without filters, scores
-  that do not depend on the drawn token (`row_maximum`, the default, `margin`,
-  `negative_entropy`, `random_order`) sample exactly; `probability` does not.
+  One at a time with an exact denoiser, at temperature 1 without filters and
+  penalty, scores that do not depend on the drawn token (`row_maximum`, the
+  default, `margin`, `negative_entropy`, `random_order`) sample exactly;
+  `probability` does not.
 
   Equal settings return the same object, so nothing is compiled twice.
 
@@ -128,16 +154,20 @@ def categorical(
     temperature: at least 0.
     top_k: at least 1, or None for all.
     top_p: in (0, 1], or None for all.
+    min_p: in (0, 1], or None for all.
+    repetition_penalty: at least 1, which is none.
+    neighbourhood: slots to the left and to the right whose tokens are
+      penalised, at least 1; given if and only if there is a penalty.
     score: confidence of a position, by default of the model's own distribution
-      over the ids that may be drawn.
-    tempered: score the distribution after temperature and filters instead.
+      over the ids that may be drawn: no penalty, no temperature, no filter.
+    tempered: score the distribution after all of them instead.
 
   Returns:
     The draw.
 
   Raises:
     ValueError: for settings out of range, and for one that could not act: a
-      filter or `tempered` at temperature 0.
+      filter or `tempered` at temperature 0, a neighbourhood without penalty.
   """
   if not (math.isfinite(temperature) and temperature >= 0):
     raise ValueError(f'{temperature=} must be finite and at least 0')
@@ -145,38 +175,65 @@ def categorical(
     raise ValueError(f'{top_k=} must be an integer of at least 1')
   if top_p is not None and not 0 < top_p <= 1:
     raise ValueError(f'{top_p=} must be in (0, 1]')
-  if temperature == 0 and (top_k, top_p, tempered) != (None, None, False):
+  if min_p is not None and not 0 < min_p <= 1:
+    raise ValueError(f'{min_p=} must be in (0, 1]')
+  if temperature == 0 and (top_k, top_p, min_p, tempered) != (
+    *[None] * 3,
+    False,
+  ):
     raise ValueError(
-      f'{top_k=}, {top_p=}, {tempered=} cannot act at temperature 0'
+      f'{top_k=}, {top_p=}, {min_p=}, {tempered=} cannot act at temperature 0'
+    )
+  if not (math.isfinite(repetition_penalty) and repetition_penalty >= 1):
+    raise ValueError(f'{repetition_penalty=} must be finite and at least 1')
+  if repetition_penalty == 1 and neighbourhood is not None:
+    raise ValueError(f'{neighbourhood=} cannot act without repetition_penalty')
+  if repetition_penalty != 1 and not (
+    isinstance(neighbourhood, int) and neighbourhood >= 1
+  ):
+    raise ValueError(
+      f'{neighbourhood=} must be an integer of at least 1 beside '
+      f'{repetition_penalty=}'
     )
 
-  def adjusted(prediction: Prediction) -> Prediction:
+  def adjusted(prediction: Prediction, context: Context | None) -> Prediction:
+    """Of one row."""
     logits = prediction.logits
-    if temperature != 1:
+    if repetition_penalty != 1:
+      logits = penalise_repeats(
+        prediction, context, repetition_penalty, neighbourhood
+      )
+    if temperature not in (0, 1):
       logits = temper(logits, temperature)
     if top_k is not None:
       logits = keep_top_k(logits, top_k)
     if top_p is not None and top_p < 1:
       logits = keep_top_p(logits, top_p)
+    if min_p is not None:
+      logits = keep_min_p(logits, min_p)
     unchanged = logits is prediction.logits
     return prediction if unchanged else reduce_logits(logits)
 
-  def propose(noise: DrawNoise, prediction: Prediction):
+  # Only the penalty reads the context, row by row.
+  adjusted_rows = adjusted if repetition_penalty == 1 else jax.vmap(adjusted)
+
+  def propose(
+    noise: DrawNoise, prediction: Prediction, context: Context | None
+  ):
+    drawn_from = adjusted_rows(prediction, context)
     if temperature == 0:
-      candidate_ids = jnp.argmax(prediction.logits, -1).astype(jnp.int32)
-      return candidate_ids, score(prediction, candidate_ids, noise)
-    drawn_from = adjusted(prediction)
-    candidate_ids = gumbel_max(noise, drawn_from)
+      candidate_ids = jnp.argmax(drawn_from.logits, -1).astype(jnp.int32)
+    else:
+      candidate_ids = gumbel_max(noise, drawn_from)
     scored = drawn_from if tempered else prediction
     return candidate_ids, score(scored, candidate_ids, noise)
 
-  def cells(prediction: Prediction, masked: Bool[np.ndarray, 'K']):
-    prediction = jax.tree.map(jnp.asarray, prediction)
+  def cells(prediction: Prediction, masked: Bool[np.ndarray, 'K'], context):
+    drawn_from = adjusted(*jax.tree.map(jnp.asarray, (prediction, context)))
     if temperature == 0:
-      best = np.argmax(prediction.logits, -1)
-      p = np.eye(prediction.logits.shape[-1])[best]
+      best = np.argmax(drawn_from.logits, -1)
+      p = np.eye(drawn_from.logits.shape[-1])[best]
     else:
-      drawn_from = adjusted(prediction)
       p = np.exp(drawn_from.logits - drawn_from.log_z[..., None])
     orders = (
       list(itertools.permutations(range(masked.sum())))
@@ -188,6 +245,53 @@ def categorical(
         yield weight / len(orders), _forced_noise(ids, order, masked, p)
 
   return Draw(draw_noise, propose, cells)
+
+
+def penalise_repeats(
+  prediction: Prediction, context: Context, penalty: float, neighbourhood: int
+) -> Float[Array, 'W V']:
+  """log p of every token that stands near a slot, times the penalty. One row.
+
+  The penalty of CTRL (Keskar et al. 2019, section 4.1), which divides the
+  logits of tokens that were generated, depends on the sign of the logits and so
+  on their arbitrary constant. On log p <= 0 it is well defined: p becomes
+  p^penalty up to the normalisation. A token counts once however often it
+  stands in the neighbourhood, which reaches over the edges of the window and,
+  unlike an autoregressive one, to both sides; the slot's own token is not in
+  it. MASK to be generated, padding and other documents do not count.
+
+  Args:
+    prediction: of the window of one row, W slots.
+    context: of that row.
+    penalty: at least 1.
+    neighbourhood: slots to the left and to the right, at least 1.
+
+  Returns:
+    Logits with the `log_z` of the prediction, not renormalised. Shape `[W, V]`.
+
+  Example:
+    >>> prediction = reduce_logits(jnp.log(jnp.array([[0.25, 0.75]])))
+    >>> visible = jnp.array([True, False])
+    >>> row = Context(jnp.array([0, 0]), visible, slots=jnp.array([1]))
+    >>> print(jnp.exp(penalise_repeats(prediction, row, 2.0, 1)))
+    [[0.0625 0.75  ]]
+  """
+  length = context.ids.shape[0]
+  reach = min(neighbourhood, length - 1)
+  offsets = np.concatenate([np.arange(-reach, 0), np.arange(1, reach + 1)])
+  near = context.slots[:, None] + offsets[None]
+  inside = (near >= 0) & (near < length)
+  near = jnp.clip(near, 0, length - 1)
+  counts = inside & context.visible[near]
+  if context.segments is not None:
+    counts &= context.segments[near] == context.segments[context.slots][:, None]
+  tokens = context.ids[near]
+  log_z = prediction.log_z[:, None]
+  log_p = jnp.take_along_axis(prediction.logits, tokens, -1) - log_z
+  num_slots, num_ids = prediction.logits.shape
+  return prediction.logits.at[
+    jnp.arange(num_slots)[:, None], jnp.where(counts, tokens, num_ids)
+  ].set(penalty * log_p + log_z, mode='drop')
 
 
 def temper(logits: Float[Array, '*S V'], temperature) -> Float[Array, '*S V']:
@@ -226,6 +330,19 @@ def keep_top_p(logits: Float[Array, '*S V'], p: float) -> Float[Array, '*S V']:
     [-0.6931472 -1.2039728       -inf]
   """
   return _keep_best(logits, jax.nn.softmax(logits), p)
+
+
+def keep_min_p(logits: Float[Array, '*S V'], p: float) -> Float[Array, '*S V']:
+  """Minus infinity at tokens less probable than p times the most probable.
+
+  (Nguyen et al. 2024, "Turning up the heat", section 3.)
+
+  Example:
+    >>> print(keep_min_p(jnp.log(jnp.array([0.5, 0.3, 0.2])), 0.5))
+    [-0.6931472 -1.2039728       -inf]
+  """
+  least = logits.max(-1, keepdims=True) + math.log(p)
+  return jnp.where(logits >= least, logits, -jnp.inf)
 
 
 def _keep_best(logits, weights, limit):

@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from mdlm_jax.constraints import Constraint, allowed_at
 from mdlm_jax.corruption import corrupt
+from mdlm_jax.guidance import Guidance, combine
 from mdlm_jax.schedules import Schedule
 from mdlm_jax.vocab import Vocab
 
@@ -26,10 +28,13 @@ class Denoiser(NamedTuple):
       `hidden` is `[B, W, d]`. `cache=None` asks for a full forward pass; a
       network without a cache returns `()`.
     head: `head(params, hidden) -> logits`, `[B, W, d]` to `[B, W, V]`.
+    time_free: declares that `features` ignores `t`, so that a canvas that did
+      not change has the prediction it had.
   """
 
   features: Callable
   head: Callable
+  time_free: bool = False
 
 
 class Prediction(NamedTuple):
@@ -60,13 +65,18 @@ def predict(
   segments: Int[Array, 'B L'] | None = None,
   at: Int[Array, 'B W'] | None = None,
   step: Int[Array, ''] | int = 0,
+  guidance: Guidance | None = None,
+  constraint: Constraint | None = None,
 ) -> tuple[Prediction, Any]:
-  """One network call: what it predicts at the target slots.
+  """One step's prediction at the target slots: one network call, or two.
+
+  Raw logits, combined under `guidance`; then -inf at what may not be drawn at
+  all, or not at this slot under `constraint`; then one reduction.
 
   Args:
     denoiser: the network.
     params: its parameters.
-    cache: its cache, None for a full forward pass.
+    cache: its cache, None for a full forward pass; of two calls a pair.
     ids: the canvas. Shape `[B, L]`.
     vocab: which ids may be drawn; the others get logit -inf.
     t: noise level, 0 clean and 1 all MASK. Shape `[B]`.
@@ -75,14 +85,17 @@ def predict(
     segments: document of each slot when several are packed in a row.
     at: target slots, None for all. Shape `[B, W]`.
     step: number of the call.
+    guidance: how a null condition is subtracted (`guidance.guide`).
+    constraint: which ids may be drawn at each slot (`constraints.constrain`).
 
   Returns:
-    The prediction of leading shape `[B, W]`, and the network's cache.
+    The prediction of leading shape `[B, W]`, and the network's cache: a pair,
+    of the condition and of the null condition, where both are asked.
   """
-  hidden, cache = denoiser.features(
+  call = functools.partial(
+    _logits,
+    denoiser,
     params,
-    cache,
-    ids,
     at=at,
     step=step,
     t=t,
@@ -90,7 +103,25 @@ def predict(
     positions=positions,
     segments=segments,
   )
-  return reduce_logits(allowed(denoiser.head(params, hidden), vocab)), cache
+  if guidance is None or guidance.scale == 0:
+    logits, cache = call(cache, ids)
+  elif guidance.scale == -1:
+    logits, cache = call(cache, guidance.null_canvas(ids))
+  else:
+    cond_cache, null_cache = (None, None) if cache is None else cache
+    cond, cond_cache = call(cond_cache, ids)
+    null, null_cache = call(null_cache, guidance.null_canvas(ids))
+    logits, cache = (
+      combine(cond, null, guidance.scale),
+      (cond_cache, null_cache),
+    )
+  at_slots = None if constraint is None else allowed_at(constraint, at)
+  return reduce_logits(allowed(logits, vocab, at_slots)), cache
+
+
+def _logits(denoiser, params, cache, ids, **inputs):
+  hidden, cache = denoiser.features(params, cache, ids, **inputs)
+  return denoiser.head(params, hidden), cache
 
 
 def target_log_probs(
@@ -125,7 +156,8 @@ def target_log_probs(
   Returns:
     float32, -inf where the target may not be drawn. Shape `[B, L]`.
   """
-  hidden, _ = denoiser.features(
+  logits, _ = _logits(
+    denoiser,
     params,
     None,
     corrupted_ids,
@@ -136,7 +168,7 @@ def target_log_probs(
     positions=positions,
     segments=segments,
   )
-  logits = allowed(denoiser.head(params, hidden), vocab)
+  logits = allowed(logits, vocab)
   target = jnp.take_along_axis(logits, clean_ids[..., None], -1)[..., 0]
   return target - jax.nn.logsumexp(logits, -1)
 
@@ -193,12 +225,18 @@ def corrupted_log_probs(
   return log_probs, masked
 
 
-def allowed(logits: Float[Array, '*S V'], vocab: Vocab) -> Float[Array, '*S V']:
+def allowed(
+  logits: Float[Array, '*S V'],
+  vocab: Vocab,
+  at_slots: Bool[Array, '*S V'] | None = None,
+) -> Float[Array, '*S V']:
   """Logits in float32 or wider, -inf at ids that may not be drawn.
 
   Args:
     logits: any floating dtype. Shape `[..., V]`.
     vocab: which ids may be drawn.
+    at_slots: which of them may be drawn at each slot, None for all. Shape
+      `[..., V]`.
 
   Returns:
     float32 (float64 for float64 logits). Shape `[..., V]`.
@@ -216,7 +254,8 @@ def allowed(logits: Float[Array, '*S V'], vocab: Vocab) -> Float[Array, '*S V']:
       f'the head has {num_ids} columns for a vocabulary of {vocab.size} ids'
     )
   logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-  logits = jnp.where(vocab.drawable, logits, -jnp.inf)
+  drawable = vocab.drawable if at_slots is None else vocab.drawable & at_slots
+  logits = jnp.where(drawable, logits, -jnp.inf)
   # The largest becomes 0: log_z is then small, and so is its rounding.
   largest = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
   return logits - jnp.where(jnp.isfinite(largest), largest, 0.0)

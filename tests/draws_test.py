@@ -21,7 +21,9 @@ def draw_many(logits, count, *, seed=0, **options):
   @jax.jit
   def run(logits, key):
     noise = draw.noise(key, jnp.arange(count), logits.shape[-1])
-    return jax.vmap(draw.propose, (0, None))(noise, reduce_logits(logits))
+    return jax.vmap(draw.propose, (0, None, None))(
+      noise, reduce_logits(logits), None
+    )
 
   ids, confidence = run(logits, jax.random.key(seed))
   return np.asarray(ids), np.asarray(confidence)
@@ -176,9 +178,9 @@ def test_close_winners_keep_their_order_in_float32():
   exact = jnp.zeros((4, 8)).at[:, 0].set(jnp.array([9.00, 9.01, 9.02, 9.03]))
   draw = categorical(temperature=0.0)
   noise = draw.noise(jax.random.key(0), jnp.arange(4), 8)
-  _, confidence = draw.propose(noise, reduce_logits(exact))
+  _, confidence = draw.propose(noise, reduce_logits(exact), None)
   assert (np.diff(confidence) > 0).all()
-  _, rounded = draw.propose(noise, reduce_logits(logits))
+  _, rounded = draw.propose(noise, reduce_logits(logits), None)
   np.testing.assert_array_equal(np.diff(rounded) > 0, np.diff(tops) > 0)
 
 
@@ -207,8 +209,10 @@ def test_cells_are_the_law_of_the_draw(options):
   logits = jnp.stack([log(0.4, 0.3, 0.2, 0.1), log(0.1, 0.2, 0.3, 0.4)])
   prediction = reduce_logits(logits)
   law = {}
-  for weight, noise in draw.cells(prediction, np.array([True, True])):
-    ids, confidence = draw.propose(jax.tree.map(jnp.asarray, noise), prediction)
+  for weight, noise in draw.cells(prediction, np.array([True, True]), None):
+    ids, confidence = draw.propose(
+      jax.tree.map(jnp.asarray, noise), prediction, None
+    )
     assert np.isfinite(confidence).all()
     pair = tuple(np.asarray(ids).tolist())
     law[pair] = law.get(pair, 0.0) + weight

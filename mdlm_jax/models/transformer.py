@@ -4,7 +4,7 @@ Flax NNX builds the parameters and names them; everything else sees a nested
 dict of float32 arrays in which the blocks are stacked on axis 0:
 
   params = init(config, jax.random.key(0))
-  features, head = denoiser(config)
+  network = denoiser(config)
 
 RMSNorm before each branch (Zhang and Sennrich, 2019), rotary positions (Su et
 al., 2021), SwiGLU (Shazeer, 2020), optionally grouped key/value heads (Ainslie
@@ -156,7 +156,9 @@ def denoiser(config: TransformerConfig) -> predict.Denoiser:
   and AssertionError for shapes that disagree.
   """
   return predict.Denoiser(
-    functools.partial(_features, config), functools.partial(_head, config)
+    functools.partial(_features, config),
+    functools.partial(_head, config),
+    time_free=not config.time_conditioning,
   )
 
 

@@ -22,7 +22,9 @@ def test_largest_of_a_hundred_million_gumbel_numbers():
 def frequencies(logits, count):
   draw = categorical()
   noise = draw.noise(jax.random.key(42), jnp.arange(count), len(logits))
-  ids, _ = jax.vmap(draw.propose, (0, None))(noise, reduce_logits(logits))
+  ids, _ = jax.vmap(draw.propose, (0, None, None))(
+    noise, reduce_logits(logits), None
+  )
   return np.bincount(ids, minlength=len(logits))
 
 
