@@ -2,25 +2,34 @@
 
 A joint distribution over a few short strings has a denoiser in closed form, and
 the law of any sampler on it can be enumerated. `sampler_law` runs the library's
-own `sampling.reverse_step` on every state and every cell of the noise, so it is
-the law of the code that samples, not of a second copy.
+own steps (`decoding`) on every state and every cell of the noise, so it is the
+law of the code that samples, not of a second copy.
 """
 
+import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from mdlm_jax import sampling
+from mdlm_jax import decoding as steps
+from mdlm_jax.blocks import Blocks, Window, window_of
 from mdlm_jax.canvas import Canvas
-from mdlm_jax.draws import Draw, categorical
+from mdlm_jax.constraints import Constraint
+from mdlm_jax.decoding import Decoding, Inputs
+from mdlm_jax.draws import Context, Draw, categorical
+from mdlm_jax.guidance import Guidance
 from mdlm_jax.interning import interned
-from mdlm_jax.predict import Denoiser
-from mdlm_jax.rules import Rule
+from mdlm_jax.predict import Denoiser, Prediction
+from mdlm_jax.rules import Row, Rule
+from mdlm_jax.schedules import Schedule, linear
 from mdlm_jax.vocab import Vocab
+
+_LINEAR = linear()
+_CHUNK = 256  # States that are run at once.
 
 
 class Joint(NamedTuple):
@@ -103,7 +112,7 @@ def exact_denoiser(vocab: Vocab) -> Denoiser:
       marginals = jnp.take_along_axis(marginals, at[..., None], 1)
     return jnp.log(marginals), ()
 
-  return Denoiser(features, lambda params, hidden: hidden)
+  return Denoiser(features, lambda params, hidden: hidden, time_free=True)
 
 
 def context_matches(params: Joint, ids, vocab: Vocab):
@@ -120,6 +129,12 @@ def sampler_law(
   rule: Rule,
   draw: Draw | None = None,
   denoiser: Denoiser | None = None,
+  schedule: Schedule = _LINEAR,
+  blocks: Blocks | None = None,
+  guidance: Guidance | None = None,
+  constraint: Constraint | None = None,
+  eos_last: bool = False,
+  stop_at_eos: bool = False,
 ) -> SamplerLaw:
   """The exact law of `sampling.sample` on a canvas of one row, in float64.
 
@@ -132,6 +147,12 @@ def sampler_law(
     draw: which values are proposed, by default as in `sample`.
     denoiser: by default the exact one; another one also takes the joint as its
       params, which decides what counts as impossible.
+    schedule: as in `sample`, and so are all that follow.
+    blocks: decodes block after block.
+    guidance: classifier-free guidance.
+    constraint: ids that a slot may hold.
+    eos_last: writes EOS only where nothing else is proposed.
+    stop_at_eos: ends the row at an EOS.
 
   Returns:
     The law and the mass that passed through a context of probability zero.
@@ -150,80 +171,185 @@ def sampler_law(
   in_table = (params.strings >= 0) & (params.strings < vocab.size)
   if not (in_table.all() and vocab.drawable[params.strings].all()):
     raise ValueError('a string holds an id that cannot be drawn')
-  decoding = sampling.Decoding(
+  decoding = Decoding(
     exact_denoiser(vocab) if denoiser is None else denoiser,
     vocab,
     rule,
     categorical() if draw is None else draw,
+    schedule,
+    eos_last=eos_last,
+    stop_at_eos=stop_at_eos,
   )
+  inputs = Inputs(params, canvas, guidance, constraint)
+  # Mass of each canvas, and the part of it that met an impossible context.
+  law = {tuple(canvas.ids[0].tolist()): (1.0, 0.0)}
   with jax.enable_x64(True):
-    start = sampling.initial_state(decoding, canvas)
-    # Mass of each state, and the part of it that met an impossible context.
-    masses = {_freeze(start): (1.0, 0.0)}
-    for step in range(rule.calls(canvas.ids.shape[1])):
-      masses = _advance(decoding, params, masses, start, step, canvas)
-  law: dict[tuple[int, ...], float] = {}
-  for (ids, *_), (mass, _) in masses.items():
-    law[ids] = law.get(ids, 0.0) + mass
-  return SamplerLaw(law, sum(impossible for _, impossible in masses.values()))
-
-
-def _advance(decoding, params, masses, like, step, canvas):
-  """The law after one call, by running the call on every state and cell."""
-  vocab = decoding.vocab
-  states = _thaw(list(masses), like)
-  batch = _repeat(canvas, len(masses))
-  prediction = _predict_canvas(decoding, params, step, states, batch)
-  prediction = jax.tree.map(np.asarray, prediction)
-  masked = np.asarray(sampling.is_masked(states.ids, batch, vocab))
-  possible = context_matches(params, states.ids, vocab) * params.probabilities
-  possible = np.asarray(possible).sum(1) > 0
-
-  parents, weights, impossible, noises = [], [], [], []
-  for i, (mass, was_impossible) in enumerate(masses.values()):
-    row = jax.tree.map(lambda x, i=i: x[i], prediction)
-    rule_cells = list(decoding.rule.cells(step, masked[i]))
-    for p_draw, draw_noise in decoding.draw.cells(row, masked[i]):
-      for p_rule, rule_noise in rule_cells:
-        p = p_draw * p_rule
-        parents.append(i)
-        weights.append(mass * p)
-        impossible.append((was_impossible if possible[i] else mass) * p)
-        noises.append((draw_noise, rule_noise))
-
-  # Padded to a power of two, so that few shapes are compiled.
-  size = 1 << (len(parents) - 1).bit_length()
-  fill = size - len(parents)
-  pick = np.array(parents + [0] * fill)
-  after = _reverse_step(
-    decoding,
-    params,
-    jax.tree.map(lambda *leaves: np.stack(leaves), *noises, *noises[:1] * fill),
-    step,
-    jax.tree.map(lambda x: x[pick], states),
-    _repeat(canvas, size),
+    for block in range(1 if blocks is None else blocks.count):
+      window = window_of(blocks, block, canvas)
+      law = _window_law(decoding, inputs, law, window)
+  return SamplerLaw(
+    {ids: mass for ids, (mass, _) in law.items()},
+    sum(impossible for _, impossible in law.values()),
   )
+
+
+def _window_law(decoding, inputs, law, window):
+  """The law of the canvas after a window, from the law before it."""
+  size = window.open.shape[1]
+  # The noise of init may decide the time only, which no exact denoiser reads.
+  noise = decoding.rule.noise(jax.random.key(0), jnp.arange(size))
+  noise = jax.tree.map(lambda x: x[None], noise)
   masses = {}
-  rows = jax.tree.map(np.asarray, after)
-  for i, cell in enumerate(zip(weights, impossible, strict=True)):
-    state = _freeze(jax.tree.map(lambda x, i=i: x[i : i + 1], rows))
-    old = masses.get(state, (0.0, 0.0))
-    masses[state] = (old[0] + cell[0], old[1] + cell[1])
-  return masses
+  for ids, mass in law.items():
+    start = steps.start_window(
+      decoding, inputs, noise, jnp.array([ids]), jnp.array([True]), window
+    )
+    masses[_freeze(start)[0]] = mass
+  for step in range(decoding.rule.calls(size)):
+    masses = _advance(decoding, inputs, masses, start, step, window)
+  return _merged((ids, mass) for (ids, *_), mass in masses.items())
 
 
-_predict_canvas = jax.jit(sampling.predict_canvas, static_argnames='decoding')
-_reverse_step = jax.jit(sampling.reverse_step, static_argnames='decoding')
+def _advance(decoding, inputs, masses, like, step, window):
+  """The law after one call, by running the call on every state and cell.
+
+  The cells of the draw come first, then, for every proposal, the rule's.
+  """
+
+  def run(function, *batched):
+    return _run(function, decoding, inputs, window, step, *batched)
+
+  states, masses = _thaw(list(masses), like), list(masses.values())
+  parents, noises, proposed = [], [], []
+  for i, view in enumerate(_rows(run(_look, states))):
+    mass, impossible = masses[i]
+    if view.needed and not view.possible:
+      impossible = mass
+    drawn = view.rows.open if decoding.rule.edits else view.rows.masked
+    cells = list(decoding.draw.cells(view.prediction, drawn, view.context))
+    if not view.needed:  # No call: whatever the noise, the proposal is kept.
+      cells = [(1.0, cells[0][1])]
+    for p, noise in cells:
+      parents.append(i)
+      noises.append(noise)
+      proposed.append((mass * p, impossible * p))
+
+  states, proposals, offered = run(
+    _propose, _pick(states, parents), _stack(noises)
+  )
+  parents, noises, decided = [], [], []
+  for i, (state, proposal, row) in enumerate(
+    _rows((states, proposals, offered))
+  ):
+    mass, impossible = proposed[i]
+    for p, noise in decoding.rule.cells(step, row, proposal, state.rule_state):
+      parents.append(i)
+      noises.append(noise)
+      decided.append((mass * p, impossible * p))
+  after = run(_decide, *_pick((states, proposals), parents), _stack(noises))
+  return _merged(zip(_freeze(after), decided, strict=True))
 
 
-def _repeat(canvas: Canvas, count: int) -> Canvas:
-  return jax.tree.map(lambda x: jnp.repeat(x, count, 0), canvas)
+class _View(NamedTuple):
+  """What an enumeration has to know of its states."""
+
+  prediction: Prediction
+  context: Context
+  rows: Row
+  needed: Any  # A call is made.
+  possible: Any  # The joint gives the context mass.
 
 
-def _freeze(state):
-  """A sampler state of one row as nested tuples of numbers, ids first."""
-  leaves = jax.tree.leaves(state)
-  return tuple(tuple(np.asarray(leaf)[0].ravel().tolist()) for leaf in leaves)
+def _look(decoding, inputs, window, step, states):
+  prediction, _ = steps.predict_window(decoding, inputs, step, states, window)
+  mass = context_matches(inputs.params, states.ids, decoding.vocab)
+  mass = (mass * inputs.params.probabilities).sum(1)
+  return _View(
+    prediction,
+    steps.draw_context(decoding, inputs, states.ids, window),
+    steps.window_rows(decoding, inputs, states.ids, window),
+    steps.needs_call(decoding, inputs, states, window),
+    mass > 0,
+  )
+
+
+def _propose(decoding, inputs, window, step, states, noise):
+  proposals, states = steps.propose_where_needed(
+    decoding, inputs, noise, step, states, window
+  )
+  rows = steps.window_rows(decoding, inputs, states.ids, window)
+  offered, _ = steps.offered_rows(decoding, rows, proposals)
+  return states, proposals, offered
+
+
+def _decide(decoding, inputs, window, step, states, proposals, noise):
+  return steps.apply_rule(
+    decoding, inputs, noise, step, proposals, states, window
+  )
+
+
+def _run(function, decoding, inputs, window, step, *batched):
+  """A function of one call on many states of the one row, in numpy."""
+  count = len(jax.tree.leaves(batched)[0])
+  # Chunks of one size, so that each function is compiled once.
+  chunks = []
+  for start in range(0, count, _CHUNK):
+    pick = np.minimum(np.arange(start, start + _CHUNK), count - 1)
+    chunk = _on_chunk(
+      function, decoding, inputs, window, step, _pick(batched, pick)
+    )
+    chunks.append(jax.tree.map(np.asarray, chunk))
+  return jax.tree.map(lambda *x: np.concatenate(x)[:count], *chunks)
+
+
+@functools.partial(jax.jit, static_argnames=('function', 'decoding'))
+def _on_chunk(function, decoding, inputs, window, step, batched):
+  def repeat(tree):
+    return jax.tree.map(lambda x: jnp.repeat(x, _CHUNK, 0), tree)
+
+  constraint = inputs.constraint
+  if constraint is not None:
+    constraint = constraint._replace(index=repeat(constraint.index))
+  inputs = inputs._replace(
+    canvas=repeat(inputs.canvas),
+    guidance=repeat(inputs.guidance),
+    constraint=constraint,
+  )
+  window = Window(repeat(window.slots), repeat(window.open), window.block)
+  return function(decoding, inputs, window, step, *batched)
+
+
+def _pick(tree, indices):
+  return jax.tree.map(lambda x: x[np.asarray(indices)], tree)
+
+
+def _rows(tree):
+  """The rows of a batched tree, one after the other."""
+  leaves, structure = jax.tree.flatten(tree)
+  return [structure.unflatten(row) for row in zip(*leaves, strict=True)]
+
+
+def _stack(trees):
+  """One batch of many trees of arrays or numbers."""
+  leaves = zip(*(jax.tree.leaves(tree) for tree in trees), strict=True)
+  structure = jax.tree.structure(trees[0])
+  return structure.unflatten([np.array(column) for column in leaves])
+
+
+def _merged(masses):
+  """Adds up the masses of equal states."""
+  total = {}
+  for state, (mass, impossible) in masses:
+    old = total.get(state, (0.0, 0.0))
+    total[state] = (old[0] + mass, old[1] + impossible)
+  return total
+
+
+def _freeze(states):
+  """Every state of a batch as nested tuples of numbers, ids first."""
+  leaves = [np.asarray(x) for x in jax.tree.leaves(states)]
+  rows = [map(tuple, x.reshape(len(x), -1).tolist()) for x in leaves]
+  return list(zip(*rows, strict=True))
 
 
 def _thaw(frozen, like):

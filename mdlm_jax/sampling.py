@@ -1,6 +1,7 @@
 """The compiled loop: from a canvas of MASK to text."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import chex
@@ -9,66 +10,63 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from mdlm_jax import decoding as steps
+from mdlm_jax import endings
+from mdlm_jax.blocks import Blocks, window_of
 from mdlm_jax.canvas import Canvas
-from mdlm_jax.draws import Draw, DrawNoise, categorical
+from mdlm_jax.constraints import Constraint
+from mdlm_jax.decoding import Decoding, Inputs, SamplerState
+from mdlm_jax.draws import Draw, categorical
+from mdlm_jax.guidance import Guidance
 from mdlm_jax.noise import row_keys
-from mdlm_jax.predict import Denoiser, Prediction, predict
-from mdlm_jax.reverse import commit
-from mdlm_jax.rules import Proposal, Row, Rule
+from mdlm_jax.predict import Denoiser
+from mdlm_jax.rules import Rule
+from mdlm_jax.schedules import Schedule, linear
 from mdlm_jax.vocab import Vocab
 
-
-class Decoding(NamedTuple):
-  """Everything static about a sampler; hashable.
-
-  Attributes:
-    denoiser: the network.
-    vocab: roles of the ids.
-    rule: which positions are written in a step.
-    draw: which values are proposed.
-  """
-
-  denoiser: Denoiser
-  vocab: Vocab
-  rule: Rule
-  draw: Draw
+_LINEAR = linear()
 
 
 class SampleResult(NamedTuple):
-  """What a sampler returns.
+  """What a sampler returns; S is the blocks times the calls of each.
 
   Attributes:
     ids: the finished canvas, no generation slot is MASK. Shape `[B, L]`.
-    calls: network calls made, each for the whole batch. Shape `[]`.
-    requested_t: noise level fed at each call. Shape `[calls, B]`.
+    calls: network calls made, each for the whole batch; a guided call counts
+      twice. Shape `[]`.
+    calls_per_block: the same, of each block. Shape `[blocks]`.
+    calls_per_row: calls that each row needed; the batch makes a call when any
+      row needs one. Shape `[B]`.
+    cache_calls: calls that only wrote the cache, not among `calls`. Shape `[]`.
+    requested_t: noise level fed at each call, NaN where none was made. Shape
+      `[S, B]`.
     masked_fraction: share of the generation slots that were MASK when the call
-      was made. Shape `[calls, B]`.
+      was made, NaN where none was made. Shape `[S, B]`.
+    num_tokens: generated tokens of each row, up to and with its first EOS.
+      Shape `[B]`.
+    changes: how often the committed token of a slot became another one, 0 under
+      rules that take nothing back. Shape `[B, L]`.
     finite: whether all logits of a row were usable. Shape `[B]`.
-    trajectory: the canvas after each call, `[calls, B, L]`, or None.
+    trajectory: the canvas after each call, `[S, B, L]`, or None; a call that
+      was not made repeats the canvas before it.
   """
 
   ids: Int[Array, 'B L']
   calls: Int[Array, '']
-  requested_t: Float[Array, 'calls B']
-  masked_fraction: Float[Array, 'calls B']
+  calls_per_block: Int[Array, 'blocks']
+  calls_per_row: Int[Array, 'B']
+  cache_calls: Int[Array, '']
+  requested_t: Float[Array, 'S B']
+  masked_fraction: Float[Array, 'S B']
+  num_tokens: Int[Array, 'B']
+  changes: Int[Array, 'B L']
   finite: Bool[Array, 'B']
-  trajectory: Int[Array, 'calls B L'] | None
+  trajectory: Int[Array, 'S B L'] | None
 
-
-class SamplerState(NamedTuple):
-  """What one call hands to the next.
-
-  Attributes:
-    ids: the canvas as it is. Shape `[B, L]`.
-    t: noise level of the next call. Shape `[B]`.
-    rule_state: the rule's own state, one per row.
-    finite: whether all logits were usable so far. Shape `[B]`.
-  """
-
-  ids: Int[Array, 'B L']
-  t: Float[Array, 'B']
-  rule_state: Any
-  finite: Bool[Array, 'B']
+  @property
+  def tokens_per_call(self) -> Float[Array, 'B']:
+    """Generated tokens of each row for every call that it needed."""
+    return self.num_tokens / jnp.maximum(self.calls_per_row, 1)
 
 
 def sample(
@@ -80,13 +78,26 @@ def sample(
   vocab: Vocab,
   rule: Rule,
   draw: Draw | None = None,
+  schedule: Schedule = _LINEAR,
+  blocks: Blocks | None = None,
+  guidance: Guidance | None = None,
+  constraint: Constraint | None = None,
+  planner: Callable | None = None,
+  planner_params: Any = None,
+  eos_last: bool = False,
+  stop_at_eos: bool = False,
+  block_cache: bool = False,
   trajectory: bool = False,
+  on_call: Callable | None = None,
   row_ids: Int[Array, 'B'] | None = None,
 ) -> SampleResult:
-  """Fills in the canvas by repeated reverse updates, in one `lax.scan`.
+  """Fills in the canvas by repeated reverse updates, in one compiled program.
 
   The axes of decoding are its arguments: `draw` says which values, `rule` which
-  positions and when, the canvas what is open.
+  positions and which of them are taken back, `blocks` which part of the canvas
+  is open, `guidance` and `constraint` what the network is made to say. A rule
+  with planned calls runs in a `lax.scan`, an adaptive one, or any that may stop
+  at an EOS, in a `lax.while_loop`; rows that are done wait.
 
   Everything random depends on the key, the row id, the step and the logical
   position only, so a row alone equals the row in any batch.
@@ -100,25 +111,73 @@ def sample(
     rule: which positions are written in a step, static.
     draw: which values are proposed, static; by default from the predicted
       categorical at temperature 1.
+    schedule: gives a network that is conditioned on time the level at which
+      the masked share is what it is, where the rule does not say, static.
+    blocks: decodes block after block (`blocks.blocks_of`); by default the whole
+      canvas is open.
+    guidance: classifier-free guidance (`guidance.guide`).
+    constraint: ids that a slot may hold (`constraints.constrain_rows`).
+    planner: an external planner, static: `planner(planner_params, ids [B, L],
+      canvas, slots [B, W]) -> scores [B, W]` of a canvas in which the
+      candidates are filled in; read by rules that rank committed tokens. It
+      runs once a call and is not counted.
+    planner_params: its parameters.
+    eos_last: writes EOS only where nothing else is proposed in the window.
+    stop_at_eos: a row ends when an EOS is committed and everything before it:
+      its later slots become PAD and it takes no further call.
+    block_cache: keeps the network's cache from block to block, for a network
+      that attends to earlier blocks only: one call fills it with the prompt,
+      and after each block one writes the clean block (`cache_calls`).
     trajectory: whether to return the canvas after each call.
+    on_call: `on_call(calls, most)`, called on the host after each call; static.
     row_ids: ids of the rows for the noise, by default 0 to B - 1.
 
   Returns:
     The finished canvas, and what happened at each call.
 
   Raises:
-    ValueError: on concrete arrays, for logits that are NaN, infinite or all
-      forbidden. Under an outer `jit` call `check_finite` on the result.
+    ValueError: an option that cannot act: EOS options without an EOS, a planner
+      without parameters or the reverse, a rule that reuses proposals with a
+      network that is not declared `time_free`, `block_cache` without blocks or
+      without a cache. On concrete arrays, for logits that are NaN, infinite or
+      all forbidden; under an outer `jit` call `check_finite` on the result.
   """
   chex.assert_rank(canvas.ids, 2)
   chex.assert_equal_shape([x for x in canvas if x is not None])
+  if (eos_last or stop_at_eos) and not vocab.eos_ids:
+    raise ValueError(
+      f'{eos_last=}, {stop_at_eos=} need a vocabulary with eos_ids'
+    )
+  if rule.reuses and not denoiser.time_free:
+    raise ValueError(
+      'a rule that reuses proposals needs a denoiser that is time_free: this '
+      'one may answer otherwise at another t or step'
+    )
+  if planner is None and planner_params is not None:
+    raise ValueError('planner_params without a planner')
+  if block_cache and blocks is None:
+    raise ValueError('block_cache needs blocks')
   if row_ids is None:
     row_ids = jnp.arange(canvas.ids.shape[0])
   decoding = Decoding(
-    denoiser, vocab, rule, categorical() if draw is None else draw
+    denoiser,
+    vocab,
+    rule,
+    categorical() if draw is None else draw,
+    schedule,
+    planner,
+    eos_last,
+    stop_at_eos,
   )
+  inputs = Inputs(params, canvas, guidance, constraint, planner_params)
   result = _sample(
-    decoding, params, key, canvas, row_ids, trajectory=trajectory
+    decoding,
+    inputs,
+    row_keys(key, row_ids),
+    blocks,
+    block_cache=block_cache,
+    trajectory=trajectory,
+    on_call=on_call,
   )
   if not isinstance(result.finite, jax.core.Tracer):
     check_finite(result)
@@ -135,125 +194,166 @@ def check_finite(result: SampleResult) -> None:
     )
 
 
-@functools.partial(jax.jit, static_argnames=('decoding', 'trajectory'))
-def _sample(decoding, params, key, canvas, row_ids, *, trajectory):
-  num_calls = decoding.rule.calls(canvas.ids.shape[1])
-  keys = row_keys(key, row_ids)
+class _Log(NamedTuple):
+  """What happened so far; S is the most calls over all blocks."""
 
-  def call(state: SamplerState, step):
-    masked = is_masked(state.ids, canvas, decoding.vocab)
-    share = masked.sum(1) / jnp.maximum(canvas.generation_slots.sum(1), 1)
-    noise = step_noise(decoding, keys, step, canvas)
-    after = reverse_step(decoding, params, noise, step, state, canvas)
-    return after, (state.t, share, after.ids if trajectory else None)
-
-  state = initial_state(decoding, canvas)
-  state, (t, share, kept) = jax.lax.scan(call, state, jnp.arange(num_calls))
-  return SampleResult(
-    state.ids, jnp.int32(num_calls), t, share, state.finite, kept
-  )
+  ran: Bool[Array, 'S']  # Steps that were taken,
+  made: Bool[Array, 'S']  # those among them that called the network,
+  needed: Bool[Array, 'S B']  # and the rows that needed the call.
+  t: Float[Array, 'S B']
+  masked_fraction: Float[Array, 'S B']
+  changes: Int[Array, 'B L']
+  last_ids: Int[Array, 'B L']  # The last token each slot had.
+  trajectory: Int[Array, 'S B L'] | None
 
 
-def is_masked(
-  ids: Int[Array, 'B L'], canvas: Canvas, vocab: Vocab
-) -> Bool[Array, 'B L']:
-  """Generation slots whose token is MASK; no draw can write a MASK there."""
-  return canvas.generation_slots & (ids == vocab.mask_id)
+@functools.partial(
+  jax.jit,
+  static_argnames=('decoding', 'block_cache', 'trajectory', 'on_call'),
+)
+def _sample(
+  decoding, inputs, keys, blocks, *, block_cache, trajectory, on_call
+):
+  canvas, vocab = inputs.canvas, decoding.vocab
+  batch, length = canvas.ids.shape
+  num_blocks = 1 if blocks is None else blocks.count
+  calls = decoding.rule.calls(length if blocks is None else blocks.length)
+  most = num_blocks * calls
+  may_stop = decoding.rule.adaptive or decoding.stop_at_eos
 
-
-def initial_state(decoding: Decoding, canvas: Canvas) -> SamplerState:
-  """The state before the first call."""
-  rows = _rows(canvas.ids, canvas, decoding.vocab)
-  rule_state, t = jax.vmap(decoding.rule.init)(rows)
-  finite = jnp.ones(canvas.ids.shape[0], bool)
-  return SamplerState(canvas.ids, t, rule_state, finite)
-
-
-def step_noise(
-  decoding: Decoding,
-  keys: Key[Array, 'B'],
-  step: Int[Array, ''],
-  canvas: Canvas,
-) -> tuple[DrawNoise, Any]:
-  """All noise of one call: the draw's and the rule's, from the rows' keys."""
-
-  def one_row(row_key, positions):
-    draw_key, rule_key = jax.random.split(jax.random.fold_in(row_key, step))
-    return (
-      decoding.draw.noise(draw_key, positions, decoding.vocab.size),
-      decoding.rule.noise(rule_key, positions),
+  def one_call(window, cache, carry, step):
+    state, log = carry
+    index = window.block * calls + step
+    noise = steps.step_noise(decoding, keys, index, canvas, window)
+    needed = steps.needs_call(decoding, inputs, state, window)
+    made = needed.any() if decoding.rule.reuses else jnp.array(True)
+    proposal, proposed = steps.propose_where_needed(
+      decoding, inputs, noise.draw, step, state, window, cache
     )
+    after = steps.apply_rule(
+      decoding, inputs, noise.rule, step, proposal, proposed, window
+    )
+    if on_call is not None:
+      jax.debug.callback(functools.partial(on_call, most=most), index + 1)
+    log = _record(log, index, needed, made, state, after, canvas, vocab)
+    return after, log
 
-  return jax.vmap(one_row)(keys, canvas.positions)
+  def one_block(carry, block):
+    ids, finite, cache, cache_calls, log = carry
+    window = window_of(blocks, block, canvas)
+    noise = steps.step_noise(decoding, keys, block * calls, canvas, window)
+    state = steps.start_window(
+      decoding, inputs, noise.init, ids, finite, window
+    )
+    state, log = _repeat(
+      functools.partial(one_call, window, cache), (state, log), calls, may_stop
+    )
+    if block_cache:
+      # Not after the last block, nor when every row has ended.
+      more = steps.is_masked(state.ids, canvas, vocab).any()
+      cache = jax.lax.cond(
+        more,
+        functools.partial(write_cache, cache, state, window),
+        lambda: cache,
+      )
+      cache_calls += more
+    return (state.ids, state.finite, cache, cache_calls, log), None
 
+  def write_cache(cache, state, window):
+    clean = state._replace(t=jnp.zeros_like(state.t))
+    return steps.predict_window(decoding, inputs, 0, clean, window, cache)[1]
 
-def predict_canvas(
-  decoding: Decoding,
-  params: Any,
-  step: Int[Array, ''] | int,
-  state: SamplerState,
-  canvas: Canvas,
-) -> Prediction:
-  """What the network says about the canvas as it is, at every slot."""
-  prediction, _ = predict(
-    decoding.denoiser,
-    params,
-    None,
-    state.ids,
-    vocab=decoding.vocab,
-    t=state.t,
-    valid=canvas.valid,
-    positions=canvas.positions,
-    segments=canvas.segments,
-    step=step,
+  cache, cache_calls = None, jnp.int32(0)
+  finite = jnp.ones(batch, bool)
+  if block_cache:
+    whole = window_of(None, 0, canvas)
+    start = SamplerState(canvas.ids, jnp.zeros(batch), (), finite, finite, None)
+    cache = write_cache(None, start, whole)
+    if not jax.tree.leaves(cache):
+      raise ValueError('block_cache=True, but the network keeps no cache')
+    cache_calls += 1
+  log = _empty_log(most, canvas, trajectory)
+  (ids, finite, _, cache_calls, log), _ = jax.lax.scan(
+    one_block,
+    (canvas.ids, finite, cache, cache_calls, log),
+    jnp.arange(num_blocks),
   )
-  return prediction
-
-
-def reverse_step(
-  decoding: Decoding,
-  params: Any,
-  noise: tuple[DrawNoise, Any],
-  step: Int[Array, ''] | int,
-  state: SamplerState,
-  canvas: Canvas,
-) -> SamplerState:
-  """One reverse update of the batch, a deterministic function of its noise.
-
-  Args:
-    decoding: how to decode, static.
-    params: the network's parameters.
-    noise: as `step_noise` makes it, or chosen by hand.
-    step: number of the call.
-    state: what the call before left.
-    canvas: what is open, valid and where; its ids are those of the start.
-
-  Returns:
-    The state after the call.
-  """
-  _, vocab, rule, draw = decoding
-  prediction = predict_canvas(decoding, params, step, state, canvas)
-  draw_noise, rule_noise = noise
-  candidate_ids, confidence = draw.propose(draw_noise, prediction)
-  rows = _rows(state.ids, canvas, vocab)
-  proposal = Proposal(
-    candidate_ids, confidence, prediction.logits, prediction.log_z
-  )
-  update = jax.vmap(rule.update, (0, None, 0, 0, 0))(
-    rule_noise, step, rows, proposal, state.rule_state
-  )
-  # The last call leaves no MASK, whatever the rule decided.
-  is_last = step == rule.calls(canvas.ids.shape[1]) - 1
-  write = rows.masked & (update.write | is_last)
-  usable = jnp.isfinite(prediction.log_z) | ~rows.masked
-  return SamplerState(
-    commit(state.ids, candidate_ids, write),
-    update.t,
-    update.state,
-    state.finite & usable.all(1),
+  per_call = 1
+  if inputs.guidance is not None:
+    per_call = inputs.guidance.calls_per_step
+  return SampleResult(
+    ids,
+    per_call * log.made.sum(),
+    per_call * log.made.reshape(num_blocks, calls).sum(1),
+    per_call * log.needed.sum(0),
+    per_call * cache_calls,
+    log.t,
+    log.masked_fraction,
+    endings.count_tokens(ids, canvas, vocab),
+    log.changes,
+    finite,
+    _filled_trajectory(log, canvas) if trajectory else None,
   )
 
 
-def _rows(ids, canvas: Canvas, vocab: Vocab) -> Row:
-  masked = is_masked(ids, canvas, vocab)
-  return Row(ids, canvas.generation_slots, masked, canvas.positions)
+def _repeat(call, carry, num_calls: int, may_stop: bool):
+  """The calls of one window, as a scan or until every row is done."""
+  if not may_stop:
+    return jax.lax.scan(
+      lambda carry, step: (call(carry, step), None),
+      carry,
+      jnp.arange(num_calls),
+    )[0]
+
+  def goes_on(carry):
+    step, (state, _) = carry
+    return (step < num_calls) & ~state.done.all()
+
+  def body(carry):
+    step, carry = carry
+    return step + 1, call(carry, step)
+
+  return jax.lax.while_loop(goes_on, body, (jnp.int32(0), carry))[1]
+
+
+def _empty_log(most: int, canvas: Canvas, trajectory: bool) -> _Log:
+  batch, length = canvas.ids.shape
+  nan = jnp.full((most, batch), jnp.nan, jnp.result_type(float))
+  return _Log(
+    jnp.zeros(most, bool),
+    jnp.zeros(most, bool),
+    jnp.zeros((most, batch), bool),
+    nan,
+    nan,
+    jnp.zeros((batch, length), jnp.int32),
+    canvas.ids,
+    jnp.zeros((most, batch, length), canvas.ids.dtype) if trajectory else None,
+  )
+
+
+def _record(log, index, needed, made, before, after, canvas, vocab) -> _Log:
+  """The log with one more call."""
+  masked = steps.is_masked(before.ids, canvas, vocab)
+  share = masked.sum(1) / jnp.maximum(canvas.generation_slots.sum(1), 1)
+  is_mask = after.ids == vocab.mask_id
+  replaced = (log.last_ids != vocab.mask_id) & ~is_mask
+  replaced &= canvas.generation_slots & (after.ids != log.last_ids)
+  replaced &= after.ids != vocab.protected_pad_id  # What follows an EOS.
+  kept = log.trajectory
+  return _Log(
+    log.ran.at[index].set(True),
+    log.made.at[index].set(made),
+    log.needed.at[index].set(needed),
+    log.t.at[index].set(jnp.where(made, before.t, jnp.nan)),
+    log.masked_fraction.at[index].set(jnp.where(made, share, jnp.nan)),
+    log.changes + replaced,
+    jnp.where(is_mask, log.last_ids, after.ids),
+    kept if kept is None else kept.at[index].set(after.ids),
+  )
+
+
+def _filled_trajectory(log: _Log, canvas: Canvas):
+  """The trajectory; a step that was not taken repeats the one before it."""
+  steps_taken = jnp.where(log.ran, jnp.arange(log.ran.shape[0]), -1)
+  canvases = jnp.concatenate([canvas.ids[None], log.trajectory])
+  return canvases[jax.lax.cummax(steps_taken) + 1]

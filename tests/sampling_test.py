@@ -14,7 +14,12 @@ from mdlm_jax import draws, rules, sampling
 from mdlm_jax.canvas import Canvas, from_prompts, from_rows
 from mdlm_jax.models import transformer
 from mdlm_jax.predict import Denoiser
-from mdlm_jax.schedules import cosine, cosine_grid, uniform_grid
+from mdlm_jax.schedules import (
+  cosine,
+  cosine_grid,
+  grid_counts,
+  uniform_grid,
+)
 from mdlm_jax.vocab import Vocab
 
 VOCAB = Vocab(size=9, mask_id=1, pad_id=0)
@@ -124,7 +129,7 @@ row_strategy = st.lists(
   st.lists(row_strategy, min_size=2, max_size=2),
   st.sampled_from(
     [
-      rules.by_confidence(3, grid=cosine_grid(3)),
+      rules.by_confidence(3, counts=grid_counts(cosine_grid(3))),
       rules.kernel(uniform_grid(3), cosine()),
     ]
   ),
@@ -283,13 +288,9 @@ def test_one_program_for_a_second_prompt_of_the_same_shape():
 
 def test_the_program_does_not_grow_with_the_steps():
   def lines(num_steps):
-    decoding = sampling.Decoding(
-      UNIFORM, VOCAB, rules.kernel(uniform_grid(num_steps)), draws.categorical()
-    )
-    lowered = sampling._sample.lower(
-      decoding, (), jax.random.key(0), from_prompts([[]], 64, VOCAB),
-      jnp.arange(1), trajectory=False,
-    )  # fmt: skip
+    lowered = jax.jit(
+      lambda canvas: run(UNIFORM, canvas, rules.kernel(uniform_grid(num_steps)))
+    ).lower(from_prompts([[]], 64, VOCAB))
     return len(lowered.as_text().splitlines())
 
   assert abs(lines(64) - lines(8)) <= 0.1 * lines(8)
