@@ -45,7 +45,7 @@ class Guidance:
 def guide(
   canvas: Canvas,
   vocab: Vocab,
-  scale: float,
+  scale: float | int,
   *,
   null_ids: Int[Array, 'B L'] | None = None,
 ) -> Guidance:
@@ -112,7 +112,7 @@ def guide(
 
 
 def combine(
-  cond: Float[Array, '*S V'], null: Float[Array, '*S V'], scale: float
+  cond: Float[Array, '*S V'], null: Float[Array, '*S V'], scale: float | int
 ) -> Float[Array, '*S V']:
   """(1 + scale) cond - scale null.
 

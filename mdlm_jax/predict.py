@@ -28,8 +28,8 @@ class Denoiser(NamedTuple):
       `hidden` is `[B, W, d]`. `cache=None` asks for a full forward pass; a
       network without a cache returns `()`.
     head: `head(params, hidden) -> logits`, `[B, W, d]` to `[B, W, V]`.
-    time_free: declares that `features` ignores `t`, so that a canvas that did
-      not change has the prediction it had.
+    time_free: declares that `features` ignores `t` and `step`, so that a canvas
+      that did not change has the prediction it had.
   """
 
   features: Callable

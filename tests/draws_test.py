@@ -104,6 +104,148 @@ def test_top_k_comes_before_top_p():
   assert set(ids) == {0}
 
 
+def test_min_p_is_relative_to_the_most_probable():
+  # The limit is 0.4 * 0.5 = 0.2.
+  kept = draws.keep_min_p(log(0.5, 0.25, 0.2001, 0.0499, 0.0), 0.4) > -jnp.inf
+  np.testing.assert_array_equal(kept, [True, True, True, False, False])
+  equal = draws.keep_min_p(log(0.4, 0.4, 0.2), 1.0) > -jnp.inf
+  np.testing.assert_array_equal(equal, [True, True, False])
+
+
+def test_min_p_comes_after_temperature():
+  # At T = 2 the ratio 0.1 of the last token becomes sqrt(0.1) = 0.316.
+  probs = log(0.8, 0.12, 0.08)
+  ids, _ = draw_many(probs, 2_000, min_p=0.3)
+  assert set(ids) == {0}
+  ids, _ = draw_many(probs, 2_000, min_p=0.3, temperature=2.0)
+  assert set(ids) == {0, 1, 2}
+
+
+def test_min_p_comes_after_top_p():
+  # Top-p 0.6 keeps 0.5 and 0.3. After min-p 0.5, which leaves 0.625 and 0.375,
+  # it would keep one.
+  probs = log(0.5, 0.3, 0.2)
+  ids, _ = draw_many(probs, 2_000, top_p=0.6, min_p=0.5)
+  assert set(ids) == {0, 1}
+
+
+# One row of eight slots, the window of three in its middle; slot 2 and 6 are
+# padding or open.
+ROW = draws.Context(
+  ids=jnp.array([0, 3, 2, 0, 1, 3, 1, 2]),
+  visible=jnp.array([1, 1, 0, 1, 0, 1, 0, 1], bool),
+  slots=jnp.array([3, 4, 5]),
+)
+BATCH = jax.tree.map(lambda x: x[None], ROW)
+PROBS = np.array([0.1, 0.2, 0.3, 0.4])
+# By hand, from ROW: what stands visible within so many slots of 3, 4 and 5.
+NEAR = {1: [[], [0, 3], []], 2: [[3], [0, 3], [0, 2]], 9: [[0, 2, 3]] * 3}
+
+
+def penalised(neighbourhood, penalty):
+  """p^penalty at the tokens of NEAR, renormalised."""
+  p = np.tile(PROBS, (3, 1))
+  for slot, tokens in enumerate(NEAR[neighbourhood]):
+    p[slot, tokens] **= penalty
+  return p / p.sum(-1, keepdims=True)
+
+
+@pytest.mark.parametrize('neighbourhood', [1, 2, 9])
+def test_repetition_penalty_is_a_power_of_the_near_tokens(neighbourhood):
+  """Once each, across the window's edges, not at open slots; any constant."""
+  for constant in (0.0, 50.0, -50.0):
+    prediction = reduce_logits(
+      jnp.tile(jnp.log(jnp.array(PROBS, jnp.float32)), (3, 1)) + constant
+    )
+    logits = draws.penalise_repeats(prediction, ROW, 1.5, neighbourhood)
+    np.testing.assert_allclose(
+      jax.nn.softmax(logits), penalised(neighbourhood, 1.5), rtol=1e-4
+    )
+
+
+def test_repetition_penalty_stays_inside_the_document():
+  prediction = reduce_logits(jnp.tile(jnp.log(PROBS), (3, 1)))
+  packed = ROW._replace(segments=jnp.array([0, 0, 0, 0, 1, 1, 1, 1]))
+  logits = draws.penalise_repeats(prediction, packed, 2.0, 2)
+  changed = logits < prediction.logits - 1e-4
+  # Slot 3 sees the 3 at slot 1, slot 4 only the 3 at slot 5, slot 5 the 2.
+  np.testing.assert_array_equal(
+    changed, [[0, 0, 0, 1], [0, 0, 0, 1], [0, 0, 1, 0]]
+  )
+
+
+def test_repetition_penalty_comes_before_temperature_and_scores_stay():
+  logits = jnp.tile(jnp.log(jnp.array(PROBS, jnp.float32)), (1, 3, 1))
+  prediction = reduce_logits(logits)
+  options = {'repetition_penalty': 3.0, 'neighbourhood': 2}
+
+  def best(**more):
+    draw = categorical(**options, **more)
+    noise = draw.noise(jax.random.key(0), jnp.arange(3), 4)
+    noise = jax.tree.map(lambda x: x[None], noise)
+    return jax.jit(draw.propose)(noise, prediction, BATCH)
+
+  # 0.4^3 is below 0.3; 0.3^3 below 0.4.
+  ids, confidence = best(temperature=0.0)
+  np.testing.assert_array_equal(ids, [[2, 2, 3]])
+  np.testing.assert_allclose(confidence, 0.4, rtol=1e-6)
+  # With top-k 1 the tempered score is 1, and the token the same.
+  ids, confidence = best(temperature=0.5, top_k=1, tempered=True)
+  np.testing.assert_array_equal(ids, [[2, 2, 3]])
+  np.testing.assert_allclose(confidence, 1.0, rtol=1e-6)
+  # p^(3/2) for near tokens at T = 2, and p^(1/2) for the others.
+  _, confidence = best(temperature=2.0, tempered=True)
+  power = np.full((3, 4), 0.5)
+  for slot, tokens in enumerate(NEAR[2]):
+    power[slot, tokens] = 1.5
+  p = PROBS**power
+  np.testing.assert_allclose(confidence[0], p.max(-1) / p.sum(-1), rtol=1e-5)
+
+
+@pytest.mark.parametrize('temperature', [0.0, 1.0])
+def test_cells_are_the_penalised_law(temperature):
+  draw = categorical(
+    temperature=temperature, repetition_penalty=2.0, neighbourhood=2
+  )
+  prediction = reduce_logits(jnp.log(jnp.tile(PROBS, (3, 1))))
+  masked = np.array([False, True, True])
+  batch = jax.tree.map(lambda x: x[None], prediction)
+  law = {}
+  row = jax.tree.map(np.asarray, ROW)
+  for weight, noise in draw.cells(prediction, masked, row):
+    noise = jax.tree.map(lambda x: jnp.asarray(x)[None], noise)
+    ids, _ = draw.propose(noise, batch, BATCH)
+    pair = tuple(np.asarray(ids)[0, masked].tolist())
+    law[pair] = law.get(pair, 0.0) + weight
+  first, second = penalised(2, 2.0)[1:]
+  if temperature == 0:
+    assert law == {(first.argmax(), second.argmax()): 1.0}
+  else:
+    assert len(law) == 16
+    for (a, b), weight in law.items():
+      assert weight == pytest.approx(first[a] * second[b], rel=1e-5)
+
+
+def test_penalty_scatters_once_and_keeps_one_array_of_logits():
+  """No [B, W, V] but the logits and what is made of them, at 8,000 ids."""
+  logits = jnp.zeros((2, 64, 8000))
+  context = draws.Context(
+    jnp.zeros((2, 64), int),
+    jnp.ones((2, 64), bool),
+    jnp.tile(jnp.arange(64), (2, 1)),
+  )
+
+  def penalise(logits, context):
+    return jax.vmap(draws.penalise_repeats, (0, 0, None, None))(
+      reduce_logits(logits), context, 1.5, 8
+    )
+
+  text = str(jax.make_jaxpr(penalise)(logits, context))
+  assert text.count(' scatter[') == 1
+  memory = jax.jit(penalise).lower(logits, context).compile().memory_analysis()
+  assert memory.temp_size_in_bytes < logits.nbytes / 4
+
+
 def test_temperature_follows_the_power_law():
   ids, _ = draw_many(log(0.6, 0.4), 40_000, temperature=2.0)
   # sqrt(0.6) / (sqrt(0.6) + sqrt(0.4)) = 0.5505; five standard deviations.
@@ -199,6 +341,7 @@ def test_noise_belongs_to_the_position_and_not_to_the_slot():
     {'temperature': 0.7},
     {'top_k': 2},
     {'top_p': 0.6},
+    {'min_p': 0.7},
     {'temperature': 0.0},
     {'score': draws.random_order},
   ],
@@ -225,6 +368,7 @@ def test_cells_are_the_law_of_the_draw(options):
     ('temperature', 0.0): [1, 0, 0, 0],
     ('top_k', 2): [4 / 7, 3 / 7, 0, 0],
     ('top_p', 0.6): [4 / 7, 3 / 7, 0, 0],
+    ('min_p', 0.7): [4 / 7, 3 / 7, 0, 0],
     ('temperature', 0.7): (
       np.array([0.4, 0.3, 0.2, 0.1]) ** (1 / 0.7)
       / (np.array([0.4, 0.3, 0.2, 0.1]) ** (1 / 0.7)).sum()
@@ -250,6 +394,16 @@ def test_one_and_the_same_object_for_equal_settings():
     ({'top_k': 0}, 'top_k=0 must be an integer of at least 1'),
     ({'top_p': 0.0}, 'top_p=0.0 must be in'),
     ({'top_p': 1.5}, 'top_p=1.5 must be in'),
+    ({'min_p': 0.0}, 'min_p=0.0 must be in'),
+    ({'min_p': 1.1}, 'min_p=1.1 must be in'),
+    ({'repetition_penalty': 0.9}, 'repetition_penalty=0.9 must be finite and'),
+    ({'repetition_penalty': 1.2}, 'neighbourhood=None must be an integer'),
+    (
+      {'repetition_penalty': 1.2, 'neighbourhood': 0},
+      'neighbourhood=0 must be an integer of at least 1 beside',
+    ),
+    ({'neighbourhood': 3}, 'neighbourhood=3 cannot act without'),
+    ({'temperature': 0.0, 'min_p': 0.1}, 'cannot act at temperature 0'),
     ({'temperature': 0.0, 'top_p': 0.9}, 'cannot act at temperature 0'),
     ({'temperature': 0.0, 'tempered': True}, 'cannot act at temperature 0'),
   ],
