@@ -47,8 +47,9 @@ def remasking(
     by_confidence: ReMDM-conf (section 4.1): sigma is shared out among the
       committed slots by a softmax of minus the probability that the model gave
       each token when it was written, and a MASK is revealed as with sigma = 0.
-      Then more tokens are visible than the schedule says. A token that the
-      sampler did not write counts as written with probability 0.
+      That reveals too few for the MASK share of the schedule, so the last call
+      has more to write. A token that the sampler did not write counts as
+      written with probability 0.
 
   Returns:
     The rule.
@@ -96,7 +97,8 @@ def remasking(
 
   def cells(step, row, proposal, state):
     del proposal
-    return bernoulli_cells(event_probability(step, row, state), row.open)
+    probabilities = np.asarray(event_probability(step, row, state))
+    return bernoulli_cells(probabilities, row.open)
 
   return Rule(
     lambda num_slots: len(grid) - 1,

@@ -106,7 +106,7 @@ def flow_corrector(
     schedule: the masking schedule.
 
   Returns:
-    min(bound, formula) of each step; the bound where alpha_t = 0.
+    min(bound, formula) of each step; 1 where alpha_t = 0.
 
   Raises:
     ValueError: `beta` is negative or not finite.
@@ -118,7 +118,8 @@ def flow_corrector(
   if not (np.isfinite(beta) and beta >= 0):
     raise ValueError(f'{beta=} must be finite and at least 0')
   masked = mask_levels(grid, schedule)
-  formula = beta * _over_alpha(masked[:-1] - masked[1:], masked[:-1])
+  rates = beta * (masked[:-1] - masked[1:])
+  formula = _over_alpha(rates, masked[:-1])
   return _floats(np.minimum(bounds(grid, schedule), formula))
 
 
