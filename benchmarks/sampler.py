@@ -1,7 +1,8 @@
 """Times the sampler against the same number of bare network calls.
 
   python benchmarks/sampler.py
-  python benchmarks/sampler.py --vocab_size=32000 --length=128 --num_steps=16
+  python benchmarks/sampler.py --vocab_size=32000 --length=256 --model_dim=512 \
+    --num_layers=8 --num_steps=4 --repeats=3 --only='kernel|confidence'
 
 A bare call is the network and an argmax over its logits, scanned as often as
 the sampler calls it. Both run in turn in one process, so that the ratio holds
@@ -9,6 +10,7 @@ on a busy machine; the median over the repeats is printed.
 """
 
 import functools
+import re
 import statistics
 import time
 
@@ -26,6 +28,7 @@ _BATCH = flags.DEFINE_integer('batch_size', 8, 'Rows.', 1)
 _LAYERS = flags.DEFINE_integer('num_layers', 4, 'Blocks.', 1)
 _WIDTH = flags.DEFINE_integer('model_dim', 256, 'Width.', 1)
 _STEPS = flags.DEFINE_integer('num_steps', 32, 'Network calls.', 1)
+_ONLY = flags.DEFINE_string('only', '', 'Lines whose name has this pattern.')
 _REPEATS = flags.DEFINE_integer('repeats', 7, 'Runs of each.', 1)
 
 
@@ -59,23 +62,61 @@ def seconds(function) -> float:
 
 
 def samplers(num_steps: int) -> dict:
-  """Rule and draw of each line of the table."""
-  kernel = rules.kernel(schedules.uniform_grid(num_steps))
+  """Rule, draw and further arguments of `sample`, by the name in the table."""
+  grid = schedules.uniform_grid(num_steps)
+  bounds = rules.sigmas.cap(grid, 0.1)
   confidence = rules.by_confidence(num_steps)
-  return {
-    'confidence, greedy': (confidence, draws.categorical(temperature=0.0)),
-    'confidence': (confidence, draws.categorical()),
-    'confidence, entropy': (
+  kernel = rules.kernel(grid)
+  greedy = draws.categorical(temperature=0.0)
+  drawn = draws.categorical()
+  by_rule = {
+    'kernel': kernel,
+    'kernel, cached': rules.kernel(grid, cached=True),
+    'first hitting': rules.first_hitting(),
+    'confidence': confidence,
+    'confidence, cosine': rules.by_confidence(
+      num_steps,
+      counts=schedules.grid_counts(schedules.cosine_grid(num_steps)),
+    ),
+    'maskgit': rules.maskgit(num_steps, 4.5),
+    'sampled confidence': rules.by_sampled_confidence(num_steps, 0.2),
+    'binomial': rules.by_binomial_confidence(grid),
+    'left to right': rules.left_to_right(num_steps),
+    'dilated': rules.dilated(),
+    'threshold': rules.threshold(2.0),
+    'factor': rules.factor(0.0),
+    'entropy bound': rules.entropy_bound(0.0),
+    'klass': rules.klass(2.0, 0.01),
+    'remasking, cap': rules.remasking(grid, bounds),
+    'remasking, conf': rules.remasking(grid, bounds, by_confidence=True),
+    'path planning': rules.path_planning(num_steps),
+    'editing': rules.editing(confidence, 0.9, 0),
+    'refined': rules.refined(rules.by_confidence(num_steps - 1), 1, 8),
+  }
+  # Adaptive rules are held to the same number of calls.
+  cut = {
+    name: rule._replace(calls=lambda num_slots: num_steps)
+    for name, rule in by_rule.items()
+  }
+  table = {
+    f'{name}, {kind}': (rule, draw)
+    for name, rule in cut.items()
+    for kind, draw in (('greedy', greedy), ('T = 1', drawn))
+  }
+  return table | {
+    'score margin': (confidence, draws.categorical(score=draws.margin)),
+    'score entropy': (
       confidence,
       draws.categorical(score=draws.negative_entropy),
     ),
-    'kernel': (kernel, draws.categorical()),
-    'kernel, temperature': (kernel, draws.categorical(temperature=0.8)),
-    'kernel, top-k 50': (
+    'temperature 0.8': (kernel, draws.categorical(temperature=0.8)),
+    'top-k 50': (kernel, draws.categorical(top_k=min(50, _VOCAB_SIZE.value))),
+    'top-p 0.9': (kernel, draws.categorical(top_p=0.9)),
+    'min-p 0.1': (kernel, draws.categorical(min_p=0.1)),
+    'repetition penalty': (
       kernel,
-      draws.categorical(top_k=min(50, _VOCAB_SIZE.value)),
+      draws.categorical(repetition_penalty=1.2, neighbourhood=8),
     ),
-    'kernel, top-p 0.9': (kernel, draws.categorical(top_p=0.9)),
   }
 
 
@@ -105,6 +146,8 @@ def main(argv):
     f'bare calls: {seconds(bare):.3f} s, first run {bare_compile:.2f} s'
   )
   for name, (rule, draw) in samplers(num_steps).items():
+    if not re.search(_ONLY.value, name):
+      continue
 
     def sampler(rule=rule, draw=draw):
       return sampling.sample(
@@ -120,7 +163,7 @@ def main(argv):
     first = seconds(sampler)
     ratios = [seconds(sampler) / seconds(bare) for _ in range(_REPEATS.value)]
     print(
-      f'{name:22s} {statistics.median(ratios):.2f} times bare calls '
+      f'{name:27s} {statistics.median(ratios):.2f} times bare calls '
       f'({min(ratios):.2f} to {max(ratios):.2f}), first run {first:.2f} s'
     )
 
