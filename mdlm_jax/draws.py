@@ -86,7 +86,7 @@ def probability(prediction, candidate_ids, noise) -> Float[Array, '*S']:
 def row_maximum(prediction, candidate_ids, noise) -> Float[Array, '*S']:
   """Largest probability at the position, whichever token was drawn."""
   del candidate_ids, noise
-  return jnp.exp(prediction.logits.max(-1) - prediction.log_z)
+  return jnp.exp(prediction.largest - prediction.log_z)
 
 
 def margin(prediction, candidate_ids, noise) -> Float[Array, '*S']:

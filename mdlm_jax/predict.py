@@ -45,11 +45,13 @@ class Prediction(NamedTuple):
     block_log_sums: log of the summed exponentials of each block of the
       vocabulary. Shape `[..., V / b]`.
     log_z: log of the sum over the vocabulary. Shape `[...]`.
+    largest: the largest logit. Shape `[...]`.
   """
 
   logits: Float[Array, '*S V']
   block_log_sums: Float[Array, '*S N']
   log_z: Float[Array, '*S']
+  largest: Float[Array, '*S']
 
 
 def predict(
@@ -285,9 +287,8 @@ def reduce_logits(logits: Float[Array, '*S V']) -> Prediction:
   shift = jnp.where(maxima == -jnp.inf, 0.0, maxima)
   sums = jnp.exp(blocks - shift[..., None]).sum(-1)
   block_log_sums = shift + jnp.log(sums)
-  return Prediction(
-    logits, block_log_sums, jax.nn.logsumexp(block_log_sums, -1)
-  )
+  log_z = jax.nn.logsumexp(block_log_sums, -1)
+  return Prediction(logits, block_log_sums, log_z, maxima.max(-1))
 
 
 @functools.cache

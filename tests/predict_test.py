@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mdlm_jax import draws
 from mdlm_jax import predict as predict_lib
 from mdlm_jax.predict import Denoiser, block_shape, predict, reduce_logits
 from mdlm_jax.vocab import Vocab
@@ -115,3 +116,43 @@ def test_probability_needs_no_second_array_of_the_logits():
   ).lower(logits)
   memory = compiled.compile().memory_analysis()
   assert memory.temp_size_in_bytes < logits.nbytes / 4
+
+
+@pytest.mark.parametrize('temperature', [0.0, 1.0])
+def test_a_whole_step_holds_what_the_head_gave_and_what_may_be_drawn(
+  temperature,
+):
+  """No softmax, log-softmax or noise of the size [B, L, V] beside the two.
+
+  CPU and its compiler; a log-softmax would be a third array.
+  """
+  batch, length, num_ids = 4, 64, 4000
+  vocab = Vocab(size=num_ids, mask_id=0)
+  network = Denoiser(
+    lambda params, cache, ids, **unused: (params[0][ids], ()),
+    lambda params, hidden: hidden @ params[1],
+  )
+  draw = draws.categorical(temperature=temperature)
+  ids = jnp.zeros((batch, length), jnp.int32)
+
+  @jax.jit
+  def step(params, noise):
+    prediction, _ = predict(
+      network, params, None, ids, vocab=vocab, t=jnp.ones(batch),
+      valid=ids == 0, positions=ids,
+    )  # fmt: skip
+    return draw.propose(noise, prediction, None)
+
+  params = jnp.ones((num_ids, 8)), jnp.ones((8, num_ids))
+  noise = draw.noise(jax.random.key(0), ids[0], num_ids)
+  noise = jax.tree.map(lambda x: jnp.stack([x] * batch), noise)
+  memory = step.lower(params, noise).compile().memory_analysis()
+  assert memory.temp_size_in_bytes < 2.25 * 4 * batch * length * num_ids
+
+
+def test_the_largest_logit_is_that_of_the_ids_that_may_be_drawn():
+  logits = (
+    jax.random.normal(jax.random.key(4), (2, 3, 12)).at[0, 0, 9].set(99.0)
+  )
+  prediction = call(logits)
+  np.testing.assert_array_equal(prediction.largest, prediction.logits.max(-1))
