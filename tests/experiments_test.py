@@ -5,7 +5,6 @@ import json
 import sys
 
 import jax
-import numpy as np
 import pytest
 import script_runner
 
@@ -85,49 +84,9 @@ def test_reveal_experiment_prints_and_writes(tmp_path, capsys):
   assert paths['png'].read_bytes().startswith(b'\x89PNG')
 
 
-def test_order_three_measures_by_hand(step_count):
-  # See ngrams_test: three shorter contexts, then 'd' after 'abc'.
-  model = ngrams.fit(['abcd'], order=3)
-  a, d = 0.1, 15 / 16 + 1 / 16 * 0.2
-  first = (3 * -np.log2(a) - np.log2(d)) / 4
-  second = -np.log2(a)  # 'aaaa': no context was seen.
-  numbers = step_count.measure(['abcd', 'aaaa'], model)
-  assert numbers['bits_per_character'] == pytest.approx((first + second) / 2)
-  # The standard error of two numbers is half their distance.
-  assert numbers['bits_per_character_error'] == pytest.approx(
-    (second - first) / 2
-  )
-  assert numbers['entropy'] == pytest.approx((2 + 0) / 2)
-  assert numbers['repetition'] == 0
-  assert step_count.measure(['a b a', 'a b'], model)['distinct_2'] == (
-    pytest.approx(2 / 3)
-  )
-
-
 def test_step_counts_double_up_to_the_length(step_count):
   assert step_count.step_counts(8) == [1, 2, 4, 8]
   assert step_count.step_counts(11) == [1, 2, 4, 8, 11]
-
-
-def test_reference_comes_from_the_corpus_of_the_model(step_count, tmp_path):
-  (tmp_path / 'text.txt').write_text('abcd' * 25)
-  settings = {
-    'files': str(tmp_path / 'text.txt'),
-    'validation_files': '',
-    'split': 'tail',
-  }
-  (tmp_path / 'training.json').write_text(
-    json.dumps({'config': {'data': settings}})
-  )
-  reference = step_count.read_reference(tmp_path)
-  assert reference.held_out == 'dabcd'
-  assert reference.model.tables[3].counts.sum() == 95 - 3
-  # What a shipped model has beside it is the same without its corpus.
-  (tmp_path / 'shipped').mkdir()
-  step_count.write_reference(tmp_path, tmp_path / 'shipped')
-  shipped = step_count.read_reference(tmp_path / 'shipped')
-  assert shipped.held_out == reference.held_out
-  jax.tree.map(np.testing.assert_array_equal, shipped.model, reference.model)
 
 
 def test_step_count_runs_on_a_small_model(tmp_path, capsys):

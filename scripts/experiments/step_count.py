@@ -19,10 +19,8 @@ Takes under a minute for the shipped model, half of it compilation.
 """
 
 import json
-import math
 import pathlib
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -30,17 +28,15 @@ import tqdm
 from absl import flags
 
 from mdlm_jax import (
-  canvas,
   command_line,
-  data,
   draws,
   evaluation,
-  ngrams,
   rules,
-  sampling,
   schedules,
+  text_quality,
 )
 from mdlm_jax.models import directory
+from mdlm_jax.text_quality import MEASURES
 
 _CHECKPOINT = flags.DEFINE_string(
   'checkpoint',
@@ -66,84 +62,7 @@ _WRITE_REFERENCE = flags.DEFINE_string(
 _PLOT = flags.DEFINE_string('plot', None, 'Writes a plot to this file.')
 _JSON = flags.DEFINE_string('json', None, 'Writes the numbers to this file.')
 
-ORDER = 3
 _DEFAULT_LENGTH = 64
-_BEGINNING = 8000  # Characters of each held-out text that are shipped.
-# Each name with its title in the table.
-MEASURES = {
-  'bits_per_character': 'bits/char',
-  'entropy': 'entropy',
-  'repetition': 'repetition',
-}
-PLOT_TITLES = {
-  'bits_per_character': 'bits per character, order-3 model',
-  'entropy': 'entropy of the characters, bits',
-  'repetition': 'share of repeated 4-grams',
-}
-
-
-class Reference(NamedTuple):
-  """What samples are measured by: the model of one text, and another text."""
-
-  model: ngrams.NgramModel
-  held_out: str
-
-
-def read_reference(path: pathlib.Path) -> Reference:
-  """The reference of the model in a directory, see the top of this file."""
-  if (path / 'ngrams.npz').exists():
-    held_out = (path / 'heldout.txt').read_text('utf-8')
-    return Reference(ngrams.load(path / 'ngrams.npz'), held_out)
-  corpus = read_corpus(path)
-  return Reference(
-    fit(corpus), '\n\n'.join(document.text for document in corpus.validation)
-  )
-
-
-def write_reference(path: pathlib.Path, output: pathlib.Path) -> None:
-  """Writes what `read_reference` finds beside a shipped model."""
-  corpus = read_corpus(path)
-  ngrams.save(fit(corpus), output / 'ngrams.npz')
-  beginnings = [text[:_BEGINNING] for _, text in corpus.validation]
-  (output / 'heldout.txt').write_text('\n\n'.join(beginnings), 'utf-8')
-
-
-def read_corpus(path: pathlib.Path) -> data.Corpus:
-  """The corpus that the model in a directory was trained on."""
-  try:
-    settings = directory.read_history(path)['config']['data']
-  except (KeyError, TypeError):
-    raise ValueError(
-      f'{path} does not say what its model was trained on'
-    ) from None
-  return data.corpus_of(settings)
-
-
-def fit(corpus: data.Corpus) -> ngrams.NgramModel:
-  """The order-3 model of the training text."""
-  return ngrams.fit([document.text for document in corpus.training], ORDER)
-
-
-def measure(texts: Sequence[str], model: ngrams.NgramModel) -> dict:
-  """Means over the texts, `NAME_error` their standard errors."""
-  values = {
-    'bits_per_character': [ngrams.bits_per_character(model, t) for t in texts],
-    'entropy': [ngrams.entropies(text, 0)[0] for text in texts],
-    'repetition': [ngrams.repetition(text) for text in texts],
-  }
-  numbers = {}
-  for name, numbers_per_text in values.items():
-    numbers[name] = float(np.mean(numbers_per_text))
-    spread = float(np.std(numbers_per_text, ddof=1))
-    numbers[f'{name}_error'] = spread / math.sqrt(len(texts))
-  numbers['distinct_2'] = ngrams.distinct([t.split() for t in texts], 2)
-  return numbers
-
-
-def real_texts(held_out: str, size: int, count: int) -> list[str]:
-  """Up to `count` pieces of `size` characters, evenly spread over the text."""
-  starts = np.linspace(0, max(len(held_out) - size, 0), count).astype(int)
-  return [held_out[start : start + size] for start in starts]
 
 
 def step_counts(length: int) -> list[int]:
@@ -152,21 +71,7 @@ def step_counts(length: int) -> list[int]:
   return [*powers, length]
 
 
-def sample_texts(model, rule, length, draw, num_samples, seed) -> list[str]:
-  """Samples from nothing."""
-  result = sampling.sample(
-    model.denoiser,
-    model.params,
-    jax.random.key(seed),
-    canvas.from_prompts([[]] * num_samples, length, model.vocab),
-    vocab=model.vocab,
-    rule=rule,
-    draw=draw,
-  )
-  return [model.tokenizer.decode(ids) for ids in np.asarray(result.ids)]
-
-
-def run(model, reference: Reference, length: int) -> list[dict]:
+def run(model, reference: text_quality.Reference, length: int) -> list[dict]:
   """One dictionary per rule and number of calls; the last is real text."""
   draw = draws.categorical(temperature=_TEMPERATURE.value)
   points = [
@@ -180,25 +85,29 @@ def run(model, reference: Reference, length: int) -> list[dict]:
       grid = schedules.uniform_grid(num_steps)
       rule = rules.kernel(grid, model.schedule)
     else:
-      rule = rules.by_confidence(num_steps, schedule=model.schedule)
-    texts = sample_texts(
-      model, rule, length, draw, _NUM_SAMPLES.value, _SEED.value
+      rule = rules.by_confidence(num_steps)
+    texts = text_quality.sample_texts(
+      model.denoiser,
+      model.params,
+      jax.random.key(_SEED.value),
+      model.tokenizer,
+      num_samples=_NUM_SAMPLES.value,
+      length=length,
+      rule=rule,
+      draw=draw,
     )
     sizes += map(len, texts)
-    rows.append(
-      {'rule': name, 'calls': num_steps, **measure(texts, reference.model)}
-    )
+    numbers = text_quality.measure(texts, reference.model)
+    rows.append({'rule': name, 'calls': num_steps, **numbers})
   size = round(float(np.mean(sizes)))
-  real = real_texts(reference.held_out, size, _NUM_SAMPLES.value)
-  return [
-    *rows,
-    {'rule': 'real text', 'calls': None, **measure(real, reference.model)},
-  ]
+  real = text_quality.real_texts(reference.held_out, size, _NUM_SAMPLES.value)
+  numbers = text_quality.measure(real, reference.model)
+  return [*rows, {'rule': 'real text', 'calls': None, **numbers}]
 
 
 def table(rows: Sequence[dict]) -> str:
   """The numbers as text."""
-  titles = ''.join(f'{title:>18s}' for title in MEASURES.values())
+  titles = ''.join(f'{title:>18s}' for title, _ in MEASURES.values())
   lines = [f'{"rule":10s} {"calls":>5s}{titles}  distinct-2']
   for row in rows:
     numbers = ''.join(
@@ -216,7 +125,7 @@ def plot(rows: Sequence[dict], path: str) -> None:
   pyplot = command_line.pyplot()
   figure, all_axes = pyplot.subplots(1, len(MEASURES), figsize=(12, 3.6))
   *points, real = rows
-  for axes, name in zip(all_axes, MEASURES, strict=True):
+  for axes, (name, (_, title)) in zip(all_axes, MEASURES.items(), strict=True):
     for rule in ('kernel', 'confidence'):
       group = [row for row in points if row['rule'] == rule]
       axes.errorbar(
@@ -229,7 +138,7 @@ def plot(rows: Sequence[dict], path: str) -> None:
       )
     axes.axhline(real[name], color='k', linestyle='--', label='real text')
     axes.set_xscale('log', base=2)
-    axes.set(xlabel='network calls', title=PLOT_TITLES[name])
+    axes.set(xlabel='network calls', title=title)
   all_axes[0].legend()
   figure.tight_layout()
   figure.savefig(path, dpi=150)
@@ -240,7 +149,7 @@ def main(argv):
   command_line.check_outputs(plot=_PLOT.value, numbers=_JSON.value)
   path = directory.find(_CHECKPOINT.value)
   if _WRITE_REFERENCE.value:
-    write_reference(path, pathlib.Path(_WRITE_REFERENCE.value))
+    text_quality.write_reference(path, pathlib.Path(_WRITE_REFERENCE.value))
     return
   model = directory.load(path)
   length = _LENGTH.value or min(_DEFAULT_LENGTH, model.config.max_length)
@@ -249,7 +158,7 @@ def main(argv):
       f'--length={length} is more than the length {model.config.max_length} '
       'of the model'
     )
-  rows = run(model, read_reference(path), length)
+  rows = run(model, text_quality.read_reference(path), length)
   print(
     f'{_NUM_SAMPLES.value} samples of {length} tokens per point, temperature '
     f'{_TEMPERATURE.value:g}; order-3 bits '
