@@ -18,9 +18,9 @@ from small_joints import (
 
 from mdlm_jax import draws, oracle, rules, sampling
 from mdlm_jax.blocks import blocks_of
-from mdlm_jax.canvas import from_prompts, from_rows
+from mdlm_jax.canvas import from_prompts
 from mdlm_jax.predict import Denoiser
-from mdlm_jax.rules import Proposal, Row, sigmas
+from mdlm_jax.rules import Proposal, Row
 from mdlm_jax.schedules import uniform_grid
 
 F, T = False, True
@@ -351,59 +351,10 @@ def test_refinement_repairs_a_parallel_reveal():
   assert total_variation(law_of(TWINS, rule), TWINS) < 1e-12
 
 
-# All correctors.
+# Settings.
 
-GRID = uniform_grid(5)
-CORRECTORS = {
-  'remasking': rules.remasking(GRID, sigmas.bounds(GRID)),
-  'by_confidence': rules.remasking(
-    GRID, sigmas.bounds(GRID), by_confidence=True
-  ),
-  'path_planning': rules.path_planning(5),
-  'editing': rules.editing(rules.by_confidence(3), 0.3, max_rounds=3),
-  'refined': rules.refined(rules.kernel(uniform_grid(3)), rounds=2, count=2),
-}
-MONOTONE = {
-  'confidence': rules.by_confidence(5),
-  'kernel': rules.kernel(GRID),
-}
-# Prompts of different lengths that hold the ids of MASK and PAD, holes between.
-ROWS = [
-  [A, None, None, 1, None, None, B, None],
-  [None] * 6,
-  [0, 1, None, None, None],
-]
-
-
-@pytest.mark.parametrize('name', [*CORRECTORS, *MONOTONE])
-def test_only_generated_tokens_are_corrected(name):
-  rule = (CORRECTORS | MONOTONE)[name]
-  canvas = from_rows(ROWS, VOCAB)
-  options = {'draw': SHARP, 'trajectory': True}
-  result = run(stub(unsure), canvas, rule, **options)
-  slots = canvas.generation_slots
-  states = np.concatenate([canvas.ids[None], result.trajectory])
-  # Prompt and padding never change, and no generated slot is left MASK.
-  assert (states[:, ~slots] == np.asarray(canvas.ids)[~slots]).all()
-  assert not (slots & (result.ids == VOCAB.mask_id)).any()
-  assert (result.changes[~slots] == 0).all()
-  # A monotone rule never changes a visible token; a corrector does.
-  visible = (states[:-1] != VOCAB.mask_id) & np.asarray(slots)
-  changed = visible & (states[1:] != states[:-1])
-  assert changed.any() == (name in CORRECTORS)
-  assert name in CORRECTORS or result.changes.sum() == 0
-  # A row does not depend on those beside it.
-  again = run(
-    stub(unsure),
-    from_rows(ROWS[:1] * 3, VOCAB),
-    rule,
-    row_ids=jnp.array([2, 1, 0]),
-    **options,
-  )
-  np.testing.assert_array_equal(again.ids[2], result.ids[0])
-
-
-CACHED = rules.kernel(GRID, cached=True)
+KERNEL = rules.kernel(uniform_grid(3))
+CACHED = rules.kernel(uniform_grid(3), cached=True)
 
 
 @pytest.mark.parametrize(
@@ -411,16 +362,16 @@ CACHED = rules.kernel(GRID, cached=True)
   [
     (lambda: rules.path_planning(0), 'num_steps=0 must be at least 1'),
     (lambda: rules.path_planning(2, eta=-1.0), 'eta=-1.0 must be finite'),
-    (lambda: rules.editing(MONOTONE['kernel'], 1.0, 2), 'threshold=1.0 must'),
-    (lambda: rules.editing(MONOTONE['kernel'], 0.5, -1), 'max_rounds=-1 must'),
+    (lambda: rules.editing(KERNEL, 1.0, 2), 'threshold=1.0 must'),
+    (lambda: rules.editing(KERNEL, 0.5, -1), 'max_rounds=-1 must'),
     (lambda: rules.editing(CACHED, 0.5, 1), 'reuses proposals'),
-    (lambda: rules.refined(MONOTONE['kernel'], 0, 1), 'rounds=0 must be'),
-    (lambda: rules.refined(MONOTONE['kernel'], 1, 0), 'count=0 must be'),
+    (lambda: rules.refined(KERNEL, 0, 1), 'rounds=0 must be'),
+    (lambda: rules.refined(KERNEL, 1, 0), 'count=0 must be'),
     (lambda: rules.refined(CACHED, 1, 1), 'reuses proposals'),
     (
       lambda: run(
         stub(unsure), from_prompts([[]], 2, VOCAB),
-        rules.editing(CORRECTORS['path_planning'], 0.5, 1),
+        rules.editing(rules.path_planning(2), 0.5, 1),
       ),
       'take nothing back',
     ),

@@ -1,4 +1,9 @@
-"""Rules that rank committed tokens anew: path planning, edits, refinement."""
+"""Rules that rank committed tokens anew: path planning, edits, refinement.
+
+They read what the network says of tokens that it sees. One that copies its
+visible input, such as the exact denoiser, is certain of all of them: it edits
+none, and takes back by position only.
+"""
 
 import operator
 from collections.abc import Callable
