@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from mdlm_jax import draws, rules, sampling
 from mdlm_jax.canvas import Canvas, from_prompts, from_rows
+from mdlm_jax.guidance import guide
 from mdlm_jax.models import transformer
 from mdlm_jax.predict import Denoiser
 from mdlm_jax.schedules import (
@@ -314,3 +315,118 @@ def test_marginals_stay_when_commits_run_in_parallel():
   share = np.bincount(ids.ravel(), minlength=9) / ids.size
   # Five standard deviations of the largest share.
   assert np.abs(share - p).max() < 5 * 0.0071
+
+
+def test_without_a_confident_slot_a_threshold_still_writes_one_a_call():
+  """A uniform network of 50 real tokens, confidence 0.02 everywhere."""
+  vocab = Vocab(size=52, mask_id=1, pad_id=0)
+
+  def flat(params, ids, t, positions):
+    return jnp.zeros((*ids.shape, 52))
+
+  result = sampling.sample(
+    stub(flat), (), jax.random.key(0), from_prompts([[]], 6, vocab),
+    vocab=vocab, rule=rules.threshold(0.9), trajectory=True,
+  )  # fmt: skip
+  assert result.calls == 6
+  masked = (np.asarray(result.trajectory[:, 0]) == 1).sum(1)
+  np.testing.assert_array_equal(masked, [5, 4, 3, 2, 1, 0])
+
+
+def test_rows_stop_when_they_are_done_and_the_batch_with_the_last():
+  """Row b is sure of its first b + 1 tokens; the others take one call each."""
+  logits = jnp.zeros((3, 6, VOCAB.size))
+  for b in range(3):
+    logits = logits.at[b, : b + 1, 5].set(20.0)
+  canvas = from_prompts([[], [], []], 6, VOCAB)
+  result = run(
+    LOGITS, canvas, rules.threshold(0.9), params=logits, trajectory=True
+  )
+  np.testing.assert_array_equal(result.calls_per_row, [6, 5, 4])
+  assert result.calls == 6
+  np.testing.assert_array_equal(result.calls_per_block, [6])
+  np.testing.assert_allclose(result.tokens_per_call, [1.0, 6 / 5, 6 / 4])
+  np.testing.assert_array_equal(result.trajectory[4, 2], result.ids[2])
+  np.testing.assert_allclose(
+    result.masked_fraction[:, 2], np.array([6, 3, 2, 1, 0, 0]) / 6
+  )
+
+
+def test_a_call_that_nobody_needs_is_not_made():
+  """The cached kernel calls once more only after a row has changed."""
+  calls = []
+
+  def counted(params, ids, t, positions):
+    jax.debug.callback(lambda: calls.append(1))
+    return jnp.zeros((*ids.shape, VOCAB.size))
+
+  network = stub(counted)._replace(time_free=True)
+  canvas = from_prompts([[], [5]], 3, VOCAB)
+  result = run(network, canvas, rules.kernel(uniform_grid(40), cached=True),
+               trajectory=True)  # fmt: skip
+  jax.effects_barrier()
+  assert len(calls) == result.calls < 40
+  assert (result.calls_per_row <= 3).all()
+  assert result.calls >= result.calls_per_row.max()
+  # A row needs one call, and one more after each change but the last.
+  path = np.concatenate([canvas.ids[None], result.trajectory])
+  changed = (path[1:] != path[:-1]).any(2).sum(0)
+  np.testing.assert_array_equal(result.calls_per_row, changed)
+
+
+def test_proposals_are_not_reused_for_a_network_that_reads_the_time():
+  with pytest.raises(ValueError, match='time_free'):
+    run(
+      UNIFORM, from_prompts([[]], 3, VOCAB),
+      rules.kernel(uniform_grid(4), cached=True),
+    )  # fmt: skip
+
+
+def test_a_planner_sees_the_canvas_with_the_candidates_filled_in():
+  """Its favourite token is kept, all others are taken back."""
+  right = jnp.array([4, 5, 6, 7])
+
+  def planner(params, ids, canvas, slots):
+    at = functools.partial(jnp.take_along_axis, indices=slots, axis=1)
+    return jnp.where(at(ids) == params[at(canvas.positions)], 0.0, -5.0)
+
+  options = {'planner': planner, 'planner_params': right}
+  rule = rules.path_planning(4, planner=rules.external_planner)
+  canvas = from_prompts([[]] * 40, 4, VOCAB)
+  with_planner = run(UNIFORM, canvas, rule, **options).ids
+  without = run(UNIFORM, canvas, rules.by_confidence(4)).ids
+  # 160 tokens, 1/7 right by chance.
+  assert (without == right).mean() < 0.3 < (with_planner == right).mean()
+  with pytest.raises(ValueError, match='the sampler has none'):
+    run(UNIFORM, canvas, rule)
+  with pytest.raises(ValueError, match='without a planner'):
+    run(UNIFORM, canvas, rule, planner_params=right)
+
+
+def test_calls_can_be_watched():
+  seen = []
+  run(
+    UNIFORM, from_prompts([[5]], 4, VOCAB), rules.by_confidence(3),
+    on_call=lambda calls, most: seen.append((int(calls), most)),
+  )  # fmt: skip
+  jax.effects_barrier()
+  assert sorted(seen) == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_a_guided_call_counts_twice():
+  canvas = from_prompts([[5], [6]], 4, VOCAB)
+  for scale, per_step in [(0.0, 1), (1.0, 2), (-1.0, 1)]:
+    result = run(
+      UNIFORM, canvas, rules.by_confidence(3),
+      guidance=guide(canvas, VOCAB, scale),
+    )  # fmt: skip
+    assert result.calls == 3 * per_step
+    np.testing.assert_array_equal(result.calls_per_row, [3 * per_step] * 2)
+    np.testing.assert_array_equal(result.calls_per_block, [3 * per_step])
+
+
+def test_a_network_is_fed_the_level_at_which_the_share_is_masked():
+  canvas = from_prompts([[5]], 4, VOCAB)
+  result = run(UNIFORM, canvas, rules.left_to_right(2), schedule=cosine())
+  # sin(pi/2 t) masked: half of the slots at t = arcsin(1/2) / (pi/2).
+  np.testing.assert_allclose(result.requested_t[:, 0], [1, 1 / 3], atol=1e-6)
