@@ -95,6 +95,19 @@ class Vocab:
       drawable[self.protected_pad_id] = False
     return drawable
 
+  def forbidding(self, ids: Sequence[int]) -> 'Vocab':
+    """The same roles, but `ids` are never drawn either.
+
+    Raises:
+      ValueError: an id outside the table, or nothing left to draw.
+
+    Example:
+      >>> Vocab(size=4, mask_id=1, eos_ids=(0,)).forbidding([0]).drawable
+      array([False, False,  True,  True])
+    """
+    forbidden = dict.fromkeys([*self.forbidden_ids, *ids])
+    return dataclasses.replace(self, forbidden_ids=tuple(forbidden))
+
   @property
   def protected_pad_id(self) -> int:
     """The id that marks padding and is never written; -1 when there is none.

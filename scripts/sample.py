@@ -8,25 +8,46 @@
 Without --checkpoint the model that comes with the package is used. In a
 template {24} is a hole of 24 tokens (characters, for a model of characters);
 the braces themselves are written {{ and }}.
+
+Decoding has independent axes (docs/decoding.md):
+
+  values      --temperature --top_k --top_p --min_p --repetition_penalty
+              --cfg_scale
+  positions   --rule, its settings, --score, --steps
+  blocks      --block_length --eos --stop_at_eos
+  correction  --rule=remdm_..., p2 and others; --edit_threshold and
+              --refine_rounds beside any rule
 """
 
+import functools
 import json
+import math
+import sys
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
+import numpy as np
+import tqdm
 from absl import flags
 
 from mdlm_jax import (
   canvas,
   command_line,
-  draws,
+  decoder_flags,
+  decoders,
   evaluation,
-  rules,
   sampling,
-  schedules,
 )
+from mdlm_jax.decoder_flags import Chosen
 from mdlm_jax.models import directory
+
+__doc__ += f"""
+The rules, with the settings that each reads and their defaults:
+
+{decoders.table()}
+"""
 
 _CHECKPOINT = flags.DEFINE_string(
   'checkpoint',
@@ -55,38 +76,7 @@ _LENGTH = flags.DEFINE_integer(
   None,
   "New tokens after the prompt. Default: what is left of the model's length.",
 )
-_RULE = flags.DEFINE_enum(
-  'rule',
-  'confidence',
-  ['kernel', 'confidence'],
-  'Which positions a step reveals: the most confident ones, or a random '
-  'subset, exactly as the reverse process has it (kernel).',
-)
-_STEPS = flags.DEFINE_integer(
-  'steps', None, 'Network calls. Default: one per new token.'
-)
-_GRID = flags.DEFINE_enum(
-  'grid',
-  'uniform',
-  ['uniform', 'cosine'],
-  'How many tokens each step reveals: equally many, or few first.',
-)
-_SCORE = flags.DEFINE_enum(
-  'score',
-  'row_maximum',
-  sorted(draws.SCORES),
-  'What --rule=confidence calls confident.',
-)
-_TEMPERATURE = flags.DEFINE_float(
-  'temperature',
-  0.7,
-  'Below 1 the likelier tokens gain; 1 is the model itself, 0 takes the '
-  'likeliest.',
-)
-_TOP_K = flags.DEFINE_integer('top_k', None, 'Draws from the k likeliest only.')
-_TOP_P = flags.DEFINE_float(
-  'top_p', None, 'Draws from the likeliest that hold this probability only.'
-)
+_DECODING = decoder_flags.define()
 _SEED = flags.DEFINE_integer(
   'seed', 0, 'Seed of all random numbers.', 0, 2**32 - 1
 )
@@ -95,6 +85,11 @@ _NUM_SAMPLES = flags.DEFINE_integer(
 )
 _SHOW_STEPS = flags.DEFINE_integer(
   'show_steps', 0, 'Intermediate canvases to show.', lower_bound=0
+)
+_PROGRESS = flags.DEFINE_bool(
+  'progress',
+  None,
+  'Shows the calls made and the time left, on stderr. Default: on a terminal.',
 )
 _JSON = flags.DEFINE_bool('json', False, 'Prints one line of JSON per sample.')
 
@@ -121,20 +116,9 @@ def check_flags() -> None:
   for flag in (_LENGTH, _NUM_SAMPLES):
     _exclude({'--tour': _TOUR.value, f'--{flag.name}': flag.present})
   _exclude({'--json': _JSON.value, '--show_steps': _SHOW_STEPS.present})
-  for flag in (_LENGTH, _STEPS):
-    if flag.value is not None and flag.value < 1:
-      raise ValueError(f'--{flag.name}={flag.value} must be at least 1')
-  if _RULE.value == 'kernel' and _SCORE.present:
-    raise ValueError(
-      '--score cannot act with --rule=kernel, whose positions are random; it '
-      'needs --rule=confidence'
-    )
-  fixed_order = _RULE.value == 'confidence' and _SCORE.value != 'random'
-  if _TEMPERATURE.value == 0 and fixed_order and _NUM_SAMPLES.value > 1:
-    raise ValueError(
-      f'--num_samples={_NUM_SAMPLES.value} would be equal samples: nothing is '
-      f'random with --temperature=0 and --score={_SCORE.value}'
-    )
+  if _LENGTH.value is not None and _LENGTH.value < 1:
+    raise ValueError(f'--length={_LENGTH.value} must be at least 1')
+  decoder_flags.check(_DECODING)
 
 
 def _exclude(present: dict[str, bool]) -> None:
@@ -206,18 +190,6 @@ def tour_rows(model: directory.Pretrained) -> list[Row]:
   ]
 
 
-def make_rule(num_steps: int, schedule: schedules.Schedule) -> rules.Rule:
-  """The rule that the flags ask for."""
-  if _RULE.value == 'kernel':
-    grids = {
-      'uniform': schedules.uniform_grid,
-      'cosine': schedules.cosine_grid,
-    }
-    return rules.kernel(grids[_GRID.value](num_steps), schedule)
-  grid = schedules.cosine_grid(num_steps) if _GRID.value == 'cosine' else None
-  return rules.by_confidence(num_steps, grid=grid, schedule=schedule)
-
-
 class Generated(NamedTuple):
   """A finished batch and what it cost."""
 
@@ -226,46 +198,59 @@ class Generated(NamedTuple):
   run_seconds: float
 
 
-def generate(model, rows, rule, draw, *, trajectory: bool) -> Generated:
+class Progress:
+  """Shows the calls made and the time left once they take a second."""
+
+  def __init__(self):
+    self._bar = None
+
+  def __call__(self, calls, most):
+    """What `sampling.sample` calls after each call, in any order."""
+    if self._bar is None:
+      self._bar = tqdm.tqdm(
+        total=most, unit='call', delay=1, leave=False, dynamic_ncols=True
+      )
+    self._bar.update(max(int(calls) - self._bar.n, 0))
+
+  def close(self):
+    if self._bar is not None:
+      self._bar.close()
+
+
+def generate(
+  model: directory.Pretrained,
+  filled: canvas.Canvas,
+  chosen: Chosen,
+  *,
+  trajectory: bool,
+  on_call: Callable | None = None,
+) -> Generated:
   """Compiles the sampler and runs it once, each timed."""
-  arguments = (
-    model.params,
-    jax.random.key(_SEED.value),
-    canvas.from_rows(rows, model.vocab),
-  )
-  static = {
-    'vocab': model.vocab,
-    'rule': rule,
-    'draw': draw,
-    'trajectory': trajectory,
-  }
-  sampler = jax.jit(sampling.sample, static_argnames=('denoiser', *static))
+  arguments = (model.params, jax.random.key(_SEED.value), filled)
+  static = {**chosen.static, 'trajectory': trajectory, 'on_call': on_call}
+  sample = sampling.sample
+  if chosen.arrays:  # A few integers a row, which may well be constants.
+    sample = functools.partial(sample, **chosen.arrays)
+  sampler = jax.jit(sample, static_argnames=('denoiser', *static))
   start = time.perf_counter()
   compiled = sampler.lower(model.denoiser, *arguments, **static).compile()
   middle = time.perf_counter()
   result = jax.block_until_ready(compiled(*arguments))
   end = time.perf_counter()
+  jax.effects_barrier()  # The last words of `on_call`.
   sampling.check_finite(result)
   return Generated(jax.device_get(result), middle - start, end - middle)
 
 
-def settings(model: directory.Pretrained, path, num_steps: int) -> dict:
+def settings(model: directory.Pretrained, path, chosen: Chosen) -> dict:
   """All that is needed to generate the same samples again."""
-  by_confidence = _RULE.value == 'confidence'
   return {
     'checkpoint': str(path),
     'prompt': _PROMPT.value,
     'prompt_ids': _PROMPT_IDS.value,
     'template': _TEMPLATE.value,
     'tour': _TOUR.value,
-    'rule': _RULE.value,
-    'steps': num_steps,
-    'grid': _GRID.value,
-    'score': _SCORE.value if by_confidence else None,
-    'score_distribution': 'untempered' if by_confidence else None,
-    'temperature': _TEMPERATURE.value,
-    'top_k': _TOP_K.value,
-    'top_p': _TOP_P.value,
+    **chosen.settings,
     'seed': _SEED.value,
     'num_samples': _NUM_SAMPLES.value,
     'dtype': model.config.dtype,
@@ -273,81 +258,108 @@ def settings(model: directory.Pretrained, path, num_steps: int) -> dict:
   }
 
 
-def print_json(model, path, rows, generated: Generated, num_steps) -> None:
-  """One line per sample."""
+def print_json(model, path, rows, generated: Generated, chosen: Chosen) -> None:
+  """One line per sample; what belongs to a call not made is null."""
   result = generated.result
+
+  def of_calls(values):
+    return [None if math.isnan(value) else value for value in values.tolist()]
+
   for b, row in enumerate(rows):
     ids = result.ids[b, : len(row)]
     record = {
       'text': model.tokenizer.decode(ids),
       'ids': ids.tolist(),
       'new_tokens': row.count(None),
+      'num_tokens': int(result.num_tokens[b]),
       'calls': int(result.calls),
-      'tokens_per_call': row.count(None) / int(result.calls),
-      'requested_t': result.requested_t[:, b].tolist(),
-      'masked_fraction': result.masked_fraction[:, b].tolist(),
-      'settings': settings(model, path, num_steps),
+      'calls_per_block': result.calls_per_block.tolist(),
+      'calls_per_row': int(result.calls_per_row[b]),
+      'tokens_per_call': float(tokens_per_call(result)[b]),
+      'changes': int(result.changes[b].sum()),
+      'requested_t': of_calls(result.requested_t[:, b]),
+      'masked_fraction': of_calls(result.masked_fraction[:, b]),
+      'settings': settings(model, path, chosen),
     }
     print(json.dumps(record))
 
 
-def print_text(model, path, rows, generated, num_canvases: int) -> None:
+def tokens_per_call(result: sampling.SampleResult):
+  """Of each row, in float64."""
+  return np.asarray(result.num_tokens) / np.maximum(result.calls_per_row, 1)
+
+
+def print_text(model, path, rows, generated, chosen, num_canvases: int) -> None:
   """For a person: the samples, with some of the canvases on the way."""
-  result, calls = generated.result, int(generated.result.calls)
+  result = generated.result
   size = sum(x.size for x in jax.tree.leaves(model.params))
   print(
     f'{path}: {size:,} parameters, {model.vocab.size} tokens, length '
     f'{model.config.max_length}\n'
-    f'{len(rows)} sample(s) by {calls} network calls with --rule={_RULE.value} '
-    f'--temperature={_TEMPERATURE.value:g} --seed={_SEED.value}: '
+    f'{len(rows)} sample(s) by {int(result.calls)} network calls with '
+    f'--rule={chosen.settings["rule"]} '
+    f'--temperature={chosen.settings["temperature"]:g} --seed={_SEED.value}: '
     f'{generated.run_seconds:.2f} s, after {generated.compile_seconds:.2f} s '
     'of compilation'
   )
   titles = [f'sample {b + 1}' for b in range(len(rows))]
   if _TOUR.value:
     titles = ['from nothing', 'from a prefix', 'into a hole']
-  # Evenly spaced, without the empty canvas and the finished one.
-  shown = [i * calls // (num_canvases + 1) for i in range(1, num_canvases + 1)]
   for b, (row, title) in enumerate(zip(rows, titles, strict=True)):
-    new = row.count(None)
-    print(f'\n=== {title}: {new} new tokens, {new / calls:.2g} per call')
-    for call in shown:
-      ids = result.trajectory[call - 1, b, : len(row)]
-      print(f'--- after call {call}')
-      print(model.tokenizer.decode(ids, mask=HOLE))
+    calls = int(result.calls_per_row[b])
+    print(
+      f'\n=== {title}: {int(result.num_tokens[b])} new tokens in {calls} '
+      f'call(s), {tokens_per_call(result)[b]:.2g} per call'
+    )
+    # Evenly spaced, without the empty canvas and the finished one.
+    made = np.flatnonzero(~np.isnan(result.masked_fraction[:, b]))
+    shown = [
+      i * len(made) // (num_canvases + 1) for i in range(1, num_canvases + 1)
+    ]
+    for call in dict.fromkeys(shown):
+      if call > 0:
+        ids = result.trajectory[made[call - 1], b, : len(row)]
+        print(f'--- after call {call}')
+        print(model.tokenizer.decode(ids, mask=HOLE))
     if shown:
-      print(f'--- after call {calls}')
+      print(f'--- after call {len(made)}')
     print(model.tokenizer.decode(result.ids[b, : len(row)]))
 
 
 def main(argv):
   del argv
-  check_flags()
-  # Before the model is loaded, so that a mistake costs no time.
-  draw = draws.categorical(
-    temperature=_TEMPERATURE.value,
-    top_k=_TOP_K.value,
-    top_p=_TOP_P.value,
-    score=draws.SCORES[_SCORE.value],
-  )
+  check_flags()  # Before the model is loaded, so that a mistake costs no time.
   path = directory.find(_CHECKPOINT.value)
   model = directory.load(path)
   rows = make_rows(model)
-  num_steps = _STEPS.value or max(row.count(None) for row in rows)
+  filled = canvas.from_rows(rows, model.vocab)
+  chosen = decoder_flags.decoding_of(
+    _DECODING,
+    model.vocab,
+    model.schedule,
+    filled,
+    num_equal_rows=_NUM_SAMPLES.value,
+  )
   num_canvases = _SHOW_STEPS.value
   if _TOUR.value and not _SHOW_STEPS.present and not _JSON.value:
-    num_canvases = min(_TOUR_CANVASES, num_steps - 1)
-  if num_canvases >= num_steps:
+    num_canvases = min(_TOUR_CANVASES, chosen.num_calls - 1)
+  if num_canvases >= chosen.num_calls:
     raise ValueError(
-      f'--show_steps={num_canvases}: {num_steps} calls have '
-      f'{num_steps - 1} canvases on the way'
+      f'--show_steps={num_canvases}: {chosen.num_calls} calls have '
+      f'{chosen.num_calls - 1} canvases on the way'
     )
-  rule = make_rule(num_steps, model.schedule)
-  generated = generate(model, rows, rule, draw, trajectory=num_canvases > 0)
+  progress = None
+  if sys.stderr.isatty() if _PROGRESS.value is None else _PROGRESS.value:
+    progress = Progress()
+  generated = generate(
+    model, filled, chosen, trajectory=num_canvases > 0, on_call=progress
+  )
+  if progress is not None:
+    progress.close()
   if _JSON.value:
-    print_json(model, path, rows, generated, num_steps)
+    print_json(model, path, rows, generated, chosen)
   else:
-    print_text(model, path, rows, generated, num_canvases)
+    print_text(model, path, rows, generated, chosen, num_canvases)
 
 
 if __name__ == '__main__':

@@ -3,13 +3,18 @@
 import json
 import subprocess
 import sys
+import types
 
 import jax
+import jax.numpy as jnp
 import pytest
 import script_runner
 
+from mdlm_jax import draws, rules, schedules
 from mdlm_jax.models import directory, transformer
+from mdlm_jax.predict import Denoiser
 from mdlm_jax.tokenizer import character_tokenizer
+from mdlm_jax.vocab import Vocab
 
 ALPHABET = ' .abcdefghijklmnopqrstuvwxyzIT{}'
 # With it 8 of the model's 24 positions are open. Tests that share their shapes
@@ -62,6 +67,52 @@ def records(sample):
   return run
 
 
+class _ChosenError(Exception):
+  pass
+
+
+@pytest.fixture
+def chosen(checkpoint):
+  """What the flags were turned into, without compiling anything."""
+
+  def run(*arguments):
+    def generate(model, filled, chosen, **options):
+      raise _ChosenError(chosen)
+
+    with pytest.raises(_ChosenError) as caught:
+      script_runner.run(
+        'sample.py',
+        f'--checkpoint={checkpoint}',
+        *arguments,
+        generate=generate,
+      )
+    return caught.value.args[0]
+
+  return run
+
+
+@pytest.fixture
+def with_eos(checkpoint):
+  """A model whose texts end with '.', which it wants at position 18 only."""
+  model = directory.load(checkpoint / 'model')
+  letter, end = model.tokenizer.encode('a.').tolist()
+  size = model.vocab.size
+
+  def features(params, cache, ids, *, positions, **unused):
+    wanted = jnp.where(positions == 18, end, letter)
+    return 9.0 * jax.nn.one_hot(wanted, size), ()
+
+  model = model._replace(
+    denoiser=Denoiser(features, lambda params, hidden: hidden),
+    vocab=Vocab(size, mask_id=1, pad_id=0, eos_ids=[end]),
+  )
+  return types.SimpleNamespace(
+    find=directory.find,
+    load=lambda path: model,
+    Pretrained=directory.Pretrained,
+  )
+
+
 def test_json_record_of_the_kernel(records):
   (record,) = records(
     '--rule=kernel', f'--prompt={PROMPT}', '--length=8', '--steps=4'
@@ -70,6 +121,8 @@ def test_json_record_of_the_kernel(records):
   assert len(record['text']) == len(record['ids']) == 24
   assert 1 not in record['ids']  # MASK
   assert (record['new_tokens'], record['calls']) == (8, 4)
+  assert (record['num_tokens'], record['calls_per_row']) == (8, 4)
+  assert (record['calls_per_block'], record['changes']) == ([4], 0)
   assert record['tokens_per_call'] == 2.0
   assert record['requested_t'] == [1, 0.75, 0.5, 0.25]
   assert len(record['masked_fraction']) == 4
@@ -98,6 +151,161 @@ def test_confidence_plans_its_counts(records):
   # round(8 cos(pi k / 8)) = 8, 7, 6, 3 slots are masked at the four calls.
   (cosine,) = records(*arguments, '--grid=cosine')
   assert cosine['masked_fraction'] == [1, 0.875, 0.75, 0.375]
+
+
+def test_a_threshold_in_blocks_reports_the_calls_of_each_row(records):
+  """Nothing reaches 0.9 in an untrained model: one position per call."""
+  arguments = ('--rule=threshold', f'--prompt={PROMPT}', '--block_length=4')
+  (record,) = records(*arguments, '--temperature=0')
+  assert (record['calls'], record['calls_per_row']) == (8, 8)
+  assert record['calls_per_block'] == [4, 4]
+  assert record['masked_fraction'] == [1 - k / 8 for k in range(8)]
+  assert record['settings']['threshold'] == 0.9
+  assert record['settings']['steps'] is None
+  # With 0 both blocks are written at once: what was not called is null.
+  (record,) = records(*arguments, '--temperature=0', '--threshold=0')
+  assert record['calls_per_block'] == [1, 1]
+  assert record['tokens_per_call'] == 4
+  assert record['masked_fraction'] == [1, *[None] * 3, 0.5, *[None] * 3]
+  assert record['requested_t'][1] is None
+
+
+def test_guidance_counts_both_of_its_calls(records):
+  arguments = (f'--prompt={PROMPT}', '--steps=4', '--temperature=0')
+  (plain,) = records(*arguments, '--cfg_scale=0')
+  (guided,) = records(*arguments, '--cfg_scale=8')
+  assert (plain['calls'], guided['calls']) == (4, 8)
+  assert guided['tokens_per_call'] == 1
+  assert plain['ids'] != guided['ids']
+
+
+def test_tokens_taken_back_are_counted(records):
+  (record,) = records(
+    f'--prompt={PROMPT}',
+    '--rule=remdm_rescale',
+    '--eta=1',
+    '--steps=8',
+    '--temperature=1',
+  )
+  assert record['changes'] > 0
+  assert record['settings']['eta'] == 1
+
+
+def test_flags_choose_the_arguments_of_the_sampler(chosen):
+  argument = f'--prompt={PROMPT}'  # 8 slots are open.
+  default = chosen(argument)
+  assert default.static['rule'] is rules.by_confidence(8)
+  assert default.static['draw'] is draws.categorical(temperature=0.7)
+  assert default.arrays == {}
+  assert not default.static['eos_last'] and not default.static['stop_at_eos']
+  assert default.num_calls == default.settings['steps'] == 8
+
+  # Cases of the field: 4 tokens per call, and the same with the steps named.
+  blocks = chosen(argument, '--block_length=4', '--steps=4')
+  assert blocks.static['rule'] is rules.by_confidence(2)
+  assert (blocks.arrays['blocks'].count, blocks.num_calls) == (2, 4)
+  assert chosen(argument, '--block_length=3').num_calls == 9
+
+  values = chosen(
+    argument,
+    '--score=probability',
+    '--score_distribution=tempered',
+    '--temperature=0.5',
+    '--top_k=9',
+    '--top_p=0.9',
+    '--min_p=0.1',
+    '--repetition_penalty=1.5',
+  )
+  assert values.static['draw'] is draws.categorical(
+    temperature=0.5,
+    top_k=9,
+    top_p=0.9,
+    min_p=0.1,
+    repetition_penalty=1.5,
+    neighbourhood=16,
+    score=draws.probability,
+    tempered=True,
+  )
+  assert values.settings['neighbourhood'] == 16
+
+  random = chosen(argument, '--rule=random', '--steps=3', '--num_samples=2')
+  assert random.static['draw'] is draws.categorical(
+    temperature=0.7, score=draws.random_order
+  )
+  assert random.settings['score'] == 'random'
+
+  grid = schedules.cosine_grid(3)
+  remasking = chosen(argument, '--rule=psi', '--steps=3', '--grid=cosine')
+  assert remasking.static['rule'] is rules.remasking(
+    grid, rules.sigmas.psi(grid, 0.95), schedules.linear()
+  )
+  assert remasking.settings['score'] is None
+
+  wrapped = chosen(
+    argument,
+    '--rule=threshold',
+    '--edit_threshold=0.5',
+    '--edit_rounds=2',
+    '--refine_rounds=3',
+  )
+  assert wrapped.static['rule'] is rules.refined(
+    rules.editing(rules.threshold(0.9), 0.5, 2), 3, 1
+  )
+
+
+@pytest.mark.parametrize(
+  ('options', 'text', 'calls'),
+  [
+    (['--stop_at_eos'], 'aa.', 3),
+    (['--stop_at_eos', '--eos=last'], 'aa.', 8),
+    (['--eos=last'], 'aa.aaaaa', 8),
+    (['--eos=forbid'], 'aa aaaaa', 8),
+  ],
+)
+def test_the_end_of_a_text_is_heeded_deferred_or_forbidden(
+  checkpoint, with_eos, capsys, options, text, calls
+):
+  """Without '.' the first of the other characters, which are equal."""
+  script_runner.run(
+    'sample.py',
+    f'--checkpoint={checkpoint}',
+    '--json',
+    f'--prompt={PROMPT}',
+    '--rule=left_to_right',
+    '--temperature=0',
+    *options,
+    directory=with_eos,
+  )
+  record = json.loads(capsys.readouterr().out)
+  assert record['text'] == PROMPT + text
+  assert (record['calls'], record['calls_per_row']) == (calls, calls)
+  ended = '.' in text
+  assert record['num_tokens'] == (3 if ended else 8)
+
+
+def test_progress_counts_up_to_the_calls_made(checkpoint, capsys):
+  bars = []
+
+  class Bar:
+    def __init__(self, total, **options):
+      self.total, self.n, self.closed = total, 0, False
+      bars.append(self)
+
+    def update(self, n):
+      self.n += n
+
+    def close(self):
+      self.closed = True
+
+  script_runner.run(
+    'sample.py',
+    f'--checkpoint={checkpoint}',
+    '--progress',
+    '--steps=4',
+    tqdm=types.SimpleNamespace(tqdm=Bar),
+  )
+  (bar,) = bars
+  assert (bar.total, bar.n, bar.closed) == (4, 4, True)
 
 
 def test_more_steps_than_positions_is_legal(records):
@@ -209,6 +417,44 @@ def test_tour_shows_the_three_ways(sample):
     (['--tour', '--prompt=a'], '--prompt and --tour exclude'),
     (['--tour', '--num_samples=2'], '--tour and --num_samples exclude'),
     (['--json', '--show_steps=2'], '--json and --show_steps exclude'),
+    (
+      ['--prompt=ab', '--length=20', '--block_length=4', '--steps=8'],
+      '8 steps cannot be shared equally by 5 blocks',
+    ),
+    (['--block_length=4', '--steps=3'], '--steps=3 --block_length=4: 3 steps'),
+    (['--block_length=0'], '--block_length=0 must be at least 1'),
+    (
+      ['--rule=threshold', '--steps=8'],
+      '--steps=8 cannot act with --rule=threshold',
+    ),
+    (['--threshold=0.5'], '--threshold cannot act with --rule=confidence'),
+    (['--threshold=0.5'], 'it acts with --rule=threshold, klass'),
+    (['--rule=factor', '--factor=-1'], '--rule=factor --factor=-1.0: value'),
+    (['--rule=kernel', '--grid=floor'], '--grid=floor: grid=floor gives'),
+    (
+      ['--rule=maskgit', '--score=random'],
+      'which ranks by row_maximum, probability, margin',
+    ),
+    (
+      ['--rule=kernel', '--score_distribution=tempered'],
+      '--score_distribution cannot act with --rule=kernel',
+    ),
+    (['--edit_rounds=3'], '--edit_rounds needs --edit_threshold'),
+    (
+      ['--rule=p2', '--edit_threshold=0.5'],
+      '--edit_threshold cannot act with --rule=p2, which takes tokens back',
+    ),
+    (
+      ['--rule=cached_kernel', '--refine_rounds=1'],
+      '--rule=cached_kernel --refine_rounds=1: a rule that reuses',
+    ),
+    (['--eos=last'], '--eos=last cannot act: the model has no end of text'),
+    (['--stop_at_eos'], '--stop_at_eos cannot act: the model has no end'),
+    (['--eos=forbid', '--stop_at_eos'], 'cannot act with --eos=forbid'),
+    (['--cfg_scale=1'], 'guidance needs a condition'),
+    (['--cfg_scale=nan'], '--cfg_scale=nan must be finite'),
+    (['--min_p=2'], 'min_p=2.0 must be in (0, 1]'),
+    (['--neighbourhood=2'], 'cannot act without repetition_penalty'),
     (['--steps=2', '--show_steps=2'], '2 calls have 1 canvases on the way'),
     (
       ['--rule=confidence', '--temperature=0', '--num_samples=2'],
@@ -227,7 +473,7 @@ def test_mistakes_are_named(sample, capsys, arguments, message):
   ('argument', 'message'),
   [
     ('--checkpoint=no/such', 'no/such'),
-    ('--rule=foo', 'kernel|confidence'),
+    ('--rule=foo', 'kernel|cached_kernel|'),
   ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(argument, message):

@@ -13,6 +13,18 @@ def test_drawable_excludes_mask_pad_and_forbidden_ids():
   assert vocab.protected_pad_id == 0
 
 
+def test_forbidding_adds_to_what_is_forbidden():
+  vocab = Vocab(size=5, mask_id=1, eos_ids=(2,), forbidden_ids=(3,))
+  fewer = vocab.forbidding(vocab.eos_ids)
+  assert (fewer.forbidden_ids, fewer.eos_ids) == ((3, 2), (2,))
+  np.testing.assert_array_equal(
+    fewer.drawable, [True, False, False, False, True]
+  )
+  assert fewer.forbidding([2]) == fewer
+  with pytest.raises(ValueError, match='no id that can be drawn'):
+    fewer.forbidding([0, 4])
+
+
 def test_without_pad_no_id_is_protected():
   vocab = Vocab(size=3, mask_id=2)
   np.testing.assert_array_equal(vocab.drawable, [True, True, False])

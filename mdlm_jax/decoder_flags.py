@@ -1,0 +1,355 @@
+"""The axes of decoding as flags of a program.
+
+`define` makes the flags, `check` refuses what could not act, `decoding_of`
+turns them into the arguments of `sampling.sample` for one model and canvas.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from absl import flags
+
+from mdlm_jax import blocks, decoders, draws, guidance
+from mdlm_jax.canvas import Canvas
+from mdlm_jax.rules import Rule
+from mdlm_jax.schedules import Schedule
+from mdlm_jax.vocab import Vocab
+
+# Flags belong to the program that asks for them, in its --help too.
+flags.disclaim_key_flags()
+
+Flags = Mapping[str, flags.FlagHolder]
+
+_KINDS = {float: flags.DEFINE_float, int: flags.DEFINE_integer}
+_DISTRIBUTIONS = ('untempered', 'tempered')
+_NEIGHBOURHOOD = 16
+
+
+class Chosen(NamedTuple):
+  """What the flags say about one model and canvas.
+
+  Attributes:
+    static: arguments of `sampling.sample` that are compiled in.
+    arrays: its other arguments, which hold arrays.
+    num_calls: steps over all blocks; of an adaptive rule the most.
+    settings: everything that was chosen, defaults included, for a record.
+  """
+
+  static: dict[str, Any]
+  arrays: dict[str, Any]
+  num_calls: int
+  settings: dict[str, Any]
+
+
+def define() -> Flags:
+  """Defines the flags of every axis; of each call, as absl keeps them."""
+  holders = [
+    flags.DEFINE_enum(
+      'rule',
+      'confidence',
+      list(decoders.RULES),
+      'Which positions a call writes, and which it takes back. All rules are '
+      'listed above, with the settings that each reads and their defaults.',
+    ),
+    flags.DEFINE_integer(
+      'steps',
+      None,
+      'Network calls of a rule that is told, shared equally by the blocks. '
+      'Default: one per new token.',
+    ),
+    flags.DEFINE_enum(
+      'score',
+      None,
+      sorted(draws.SCORES),
+      'What counts as confident. Default: row_maximum.',
+    ),
+    flags.DEFINE_enum(
+      'score_distribution',
+      None,
+      _DISTRIBUTIONS,
+      "Whether the score is of the model's distribution (the default), or of "
+      'that after penalty, temperature and filters.',
+    ),
+    flags.DEFINE_float(
+      'temperature',
+      0.7,
+      'Below 1 the likelier tokens gain; 1 is the model itself, 0 takes the '
+      'likeliest.',
+    ),
+    flags.DEFINE_integer('top_k', None, 'Draws from the k likeliest only.'),
+    flags.DEFINE_float(
+      'top_p',
+      None,
+      'Draws from the likeliest that hold this probability only.',
+    ),
+    flags.DEFINE_float(
+      'min_p',
+      None,
+      'Draws from tokens of at least this share of the best probability only.',
+    ),
+    flags.DEFINE_float(
+      'repetition_penalty',
+      1.0,
+      'Raises the probability of tokens that stand near a slot to this power.',
+    ),
+    flags.DEFINE_integer(
+      'neighbourhood',
+      None,
+      'How near: tokens to the left and to the right. Default: '
+      f'{_NEIGHBOURHOOD}.',
+    ),
+    flags.DEFINE_float(
+      'cfg_scale',
+      0.0,
+      'Guidance w, away from what the model says without the prompt: logits '
+      '(1 + w) cond - w null, two network calls a step. 0 is none.',
+    ),
+    flags.DEFINE_integer(
+      'block_length',
+      None,
+      'Fills the new tokens block after block, of this many each. Default: all '
+      'at once.',
+    ),
+    flags.DEFINE_enum(
+      'eos',
+      'off',
+      ['off', 'forbid', 'last'],
+      'The end of a text: written like any token, never, or only where nothing '
+      'else is proposed.',
+    ),
+    flags.DEFINE_bool(
+      'stop_at_eos',
+      False,
+      'A sample takes no further call once its end is written.',
+    ),
+  ]
+  for name, setting in decoders.SETTINGS.items():
+    who = decoders.readers(name)
+    text = setting.help + (f' Of {", ".join(who)}.' if who else '')
+    if setting.kind is str:
+      holders.append(flags.DEFINE_enum(name, None, setting.choices, text))
+    else:
+      holders.append(_KINDS[setting.kind](name, None, text))
+  return {holder.name: holder for holder in holders}
+
+
+def check(holders: Flags) -> None:
+  """Refuses what could not act, before a model is loaded.
+
+  Raises:
+    ValueError: names the flag, what it was and what is allowed.
+  """
+  name = holders['rule'].value
+  rule, wrappers = decoders.RULES[name], _wrappers(holders)
+  readable = {*rule.settings, *(s for w in wrappers for s in w.settings)}
+  for setting in decoders.SETTINGS:
+    if not holders[setting].present or setting in readable:
+      continue
+    for wrapper in decoders.WRAPPERS.values():
+      if setting in wrapper.settings:
+        raise ValueError(f'--{setting} needs --{next(iter(wrapper.settings))}')
+    raise ValueError(
+      f'--{setting} cannot act with --rule={name}; it acts with --rule='
+      f'{", ".join(decoders.readers(setting))}'
+    )
+  if rule.takes_back and holders['edit_threshold'].present:
+    raise ValueError(
+      f'--edit_threshold cannot act with --rule={name}, which takes tokens back'
+    )
+  _check_steps(holders, rule)
+  _check_score(holders, rule)
+  for flag in ('steps', 'block_length'):
+    value = holders[flag].value
+    if value is not None and value < 1:
+      raise ValueError(f'--{flag}={value} must be at least 1')
+  scale = holders['cfg_scale'].value
+  if not (math.isfinite(scale) and scale >= -1):
+    raise ValueError(f'--cfg_scale={scale} must be finite and at least -1')
+  if holders['stop_at_eos'].value and holders['eos'].value == 'forbid':
+    raise ValueError('--stop_at_eos cannot act with --eos=forbid')
+  _rule(holders, 1 if rule.plans else None, decoders.LINEAR)
+  _draw(holders)
+
+
+def decoding_of(
+  holders: Flags,
+  vocab: Vocab,
+  schedule: Schedule,
+  canvas: Canvas,
+  *,
+  num_equal_rows: int = 1,
+) -> Chosen:
+  """The arguments of `sampling.sample` that the flags ask for.
+
+  Args:
+    holders: from `define`, after `check`.
+    vocab: of the model.
+    schedule: that it was trained with.
+    canvas: what is to be filled in; concrete.
+    num_equal_rows: how many rows are alike but for their noise.
+
+  Returns:
+    What was chosen.
+
+  Raises:
+    ValueError: steps that the blocks cannot share, EOS options without an EOS,
+      guidance without a prompt, several rows with nothing random.
+  """
+  value = {name: holder.value for name, holder in holders.items()}
+  has_eos_option = value['eos'] != 'off' or value['stop_at_eos']
+  if has_eos_option and not vocab.eos_ids:
+    option = (
+      f'--eos={value["eos"]}' if value['eos'] != 'off' else '--stop_at_eos'
+    )
+    raise ValueError(f'{option} cannot act: the model has no end of text (EOS)')
+  windows = None
+  if value['block_length'] is not None:
+    windows = blocks.blocks_of(canvas, value['block_length'])
+  num_blocks = 1 if windows is None else windows.count
+  num_steps = None
+  if decoders.RULES[value['rule']].plans:
+    num_steps = value['steps']
+    if num_steps is None and windows is None:
+      num_steps = int(canvas.generation_slots.sum(1).max())
+    elif num_steps is None:
+      num_steps = windows.count * windows.length
+  rule = _rule(holders, _steps_of_block(value, num_steps, num_blocks), schedule)
+  if (
+    num_equal_rows > 1
+    and value['temperature'] == 0
+    and _score_name(holders) != 'random'
+    and rule.noise is Rule._field_defaults['noise']
+  ):
+    raise ValueError(
+      f'--num_samples={num_equal_rows} would be equal samples: nothing is '
+      f'random with --temperature=0 and --rule={value["rule"]}'
+    )
+  arrays = {} if windows is None else {'blocks': windows}
+  if value['cfg_scale'] != 0:
+    arrays['guidance'] = guidance.guide(canvas, vocab, value['cfg_scale'])
+  if value['eos'] == 'forbid':
+    vocab = vocab.forbidding(vocab.eos_ids)
+  window = canvas.ids.shape[1] if windows is None else windows.length
+  return Chosen(
+    {
+      'vocab': vocab,
+      'rule': rule,
+      'draw': _draw(holders),
+      'schedule': schedule,
+      'eos_last': value['eos'] == 'last',
+      'stop_at_eos': value['stop_at_eos'],
+    },
+    arrays,
+    num_blocks * rule.calls(window),
+    _settings(holders, num_steps),
+  )
+
+
+def _steps_of_block(value, num_steps, num_blocks):
+  if num_steps is None:
+    return None
+  try:
+    return blocks.steps_per_block(num_steps, num_blocks)
+  except ValueError as error:
+    raise ValueError(
+      f'--steps={num_steps} --block_length={value["block_length"]}: {error}'
+    ) from None
+
+
+def _wrappers(holders) -> list[decoders.NamedRule]:
+  """The wrappers that are asked for."""
+  return [
+    wrapper
+    for wrapper in decoders.WRAPPERS.values()
+    if holders[next(iter(wrapper.settings))].present
+  ]
+
+
+def _rule(holders, num_steps, schedule) -> Rule:
+  """The rule with its wrappers."""
+  name = holders['rule'].value
+  given = _given(holders, decoders.RULES[name].settings)
+  shown = [f'--rule={name}', *(f'--{k}={v}' for k, v in given.items())]
+  try:
+    rule = decoders.named_rule(name, num_steps, schedule, **given)
+    for wrapper in _wrappers(holders):
+      given = _given(holders, wrapper.settings)
+      shown += [f'--{k}={v}' for k, v in given.items()]
+      rule = wrapper.build(rule, **{**wrapper.settings, **given})
+    return rule
+  except ValueError as error:
+    raise ValueError(f'{" ".join(shown)}: {error}') from None
+
+
+def _given(holders, settings) -> dict[str, Any]:
+  return {s: holders[s].value for s in settings if holders[s].present}
+
+
+def _draw(holders) -> draws.Draw:
+  value = {name: holder.value for name, holder in holders.items()}
+  score = _score_name(holders)
+  return draws.categorical(
+    temperature=value['temperature'],
+    top_k=value['top_k'],
+    top_p=value['top_p'],
+    min_p=value['min_p'],
+    repetition_penalty=value['repetition_penalty'],
+    neighbourhood=_neighbourhood(holders),
+    score=draws.SCORES[score or 'row_maximum'],
+    tempered=value['score_distribution'] == 'tempered',
+  )
+
+
+def _neighbourhood(holders) -> int | None:
+  if holders['neighbourhood'].present:
+    return holders['neighbourhood'].value
+  return None if holders['repetition_penalty'].value == 1 else _NEIGHBOURHOOD
+
+
+def _score_name(holders) -> str | None:
+  """The score by which the rule ranks, None where it does not."""
+  scores = decoders.RULES[holders['rule'].value].scores
+  if holders['score'].present:
+    return holders['score'].value
+  return scores[0] if scores else None
+
+
+def _check_steps(holders, rule):
+  if not rule.plans and holders['steps'].present:
+    raise ValueError(
+      f'--steps={holders["steps"].value} cannot act with --rule='
+      f'{holders["rule"].value}, which finds its number of calls by itself'
+    )
+
+
+def _check_score(holders, rule):
+  name = holders['rule'].value
+  for flag in ('score', 'score_distribution'):
+    if holders[flag].present and not rule.scores:
+      raise ValueError(
+        f'--{flag} cannot act with --rule={name}, which does not rank by it'
+      )
+  score = holders['score'].value
+  if score is not None and score not in rule.scores:
+    raise ValueError(
+      f'--score={score} cannot act with --rule={name}, which ranks by '
+      f'{", ".join(rule.scores)}'
+    )
+
+
+def _settings(holders, num_steps) -> dict[str, Any]:
+  """Everything that was chosen; None where nothing reads it."""
+  value = {name: holder.value for name, holder in holders.items()}
+  score = _score_name(holders)
+  read = [decoders.RULES[value['rule']], *_wrappers(holders)]
+  defaults = {k: v for rule in read for k, v in rule.settings.items()}
+  return {
+    **value,
+    **{k: value[k] if holders[k].present else v for k, v in defaults.items()},
+    'steps': num_steps,
+    'score': score,
+    'score_distribution': score
+    and (value['score_distribution'] or _DISTRIBUTIONS[0]),
+    'neighbourhood': _neighbourhood(holders),
+  }
