@@ -6,40 +6,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small_joints import (
+  STRINGS,
+  TWINS,
+  VOCAB,
+  A,
+  B,
+  C,
+  law_of,
+  random_joint,
+  total_variation,
+)
 
 from mdlm_jax import draws, oracle, rules, sampling
 from mdlm_jax.canvas import from_prompts, from_rows
 from mdlm_jax.predict import Denoiser, predict
 from mdlm_jax.schedules import cosine, cosine_grid, polynomial, uniform_grid
 from mdlm_jax.vocab import Vocab
-
-VOCAB = Vocab(size=5, mask_id=1, pad_id=0)
-A, B, C = 2, 3, 4
-TWINS = oracle.joint([(A, A), (B, B)])
-STRINGS = list(itertools.product((A, B, C), repeat=3))
-
-
-def random_joint(seed=0):
-  """A joint on three symbols and length 3, with few likely strings."""
-  p = np.random.default_rng(seed).dirichlet(np.full(27, 0.3))
-  return oracle.joint(STRINGS, p)
-
-
-def law_of(joint, rule, row=None, **options):
-  row = [None] * joint.strings.shape[1] if row is None else row
-  return oracle.sampler_law(
-    joint, from_rows([row], VOCAB), vocab=VOCAB, rule=rule, **options
-  )
-
-
-def total_variation(law, joint):
-  exact = dict(
-    zip(map(tuple, joint.strings.tolist()), joint.probabilities, strict=True)
-  )
-  keys = exact.keys() | law.probabilities.keys()
-  return 0.5 * sum(
-    abs(law.probabilities.get(k, 0.0) - exact.get(k, 0.0)) for k in keys
-  )
 
 
 def invalid_share(law):
@@ -99,6 +82,42 @@ def test_unequal_intervals_err_by_half_the_sum_of_squares(grid, schedule):
     invalid_share(law_of(TWINS, rule)), expected, rtol=1e-12
   )
   assert expected > 1 / (2 * (len(grid) - 1))  # equal intervals are best
+
+
+def conditional(joint, string, slot, visible):
+  """p(string[slot] | string at the visible slots), by summing strings."""
+  agrees = (joint.strings[:, visible] == np.array(string)[visible]).all(1)
+  mass = joint.probabilities[agrees]
+  return mass[joint.strings[agrees, slot] == string[slot]].sum() / mass.sum()
+
+
+def kernel_law(joint, masked):
+  """The law of the reverse kernel from its definition, without a sampler.
+
+  Each slot is revealed in interval k with probability masked[k] - masked[k+1],
+  independently, and drawn given the tokens of earlier intervals:
+  p(x) = sum over intervals s of prod_i w[s_i] p(x_i | x_j with s_j < s_i).
+  """
+  length, w = joint.strings.shape[1], -np.diff(masked)
+  law = {}
+  for string in map(tuple, joint.strings.tolist()):
+    for s in itertools.product(range(len(w)), repeat=length):
+      p = np.prod([w[k] for k in s])
+      for i in range(length):
+        earlier = [j for j in range(length) if s[j] < s[i]]
+        p *= conditional(joint, string, i, earlier)
+      law[string] = law.get(string, 0.0) + p
+  return law
+
+
+@pytest.mark.parametrize('cached', [False, True])
+@pytest.mark.parametrize('grid', [uniform_grid(4), (1.0, 0.9, 0.3, 0.0)])
+def test_the_kernel_has_the_law_of_its_definition(grid, cached):
+  joint = random_joint(2)
+  law = law_of(joint, rules.kernel(grid, cached=cached)).probabilities
+  exact = kernel_law(joint, np.array(grid))
+  for string in STRINGS:
+    np.testing.assert_allclose(law[string], exact[string], atol=1e-12)
 
 
 def test_impossible_mass_is_what_met_a_broken_context():
