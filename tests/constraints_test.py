@@ -4,8 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import small_joints
 
 from mdlm_jax import canvas as canvas_lib
+from mdlm_jax import rules
 from mdlm_jax.constraints import constrain
 from mdlm_jax.draws import categorical
 from mdlm_jax.guidance import guide
@@ -109,6 +111,24 @@ def test_filters_act_inside_the_set():
   noise = jax.tree.map(lambda x: jnp.stack([x, x]), noise)
   ids, _ = draw.propose(noise, prediction, None)
   assert (ids[0, 1], ids[0, 2], ids[0, 3]) == (4, 2, 5)
+
+
+def test_constrained_sampler_has_the_constrained_law():
+  """Left to right, the second of three slots held to two of three symbols."""
+  joint = small_joints.random_joint(4)
+  canvas = canvas_lib.from_rows([[None] * 3], small_joints.VOCAB)
+  sets = [[None, [small_joints.A, small_joints.C], None]]
+  law = small_joints.law_of(
+    joint,
+    rules.left_to_right(3),
+    constraint=constrain(canvas, sets, small_joints.VOCAB),
+  ).probabilities
+  p = joint.probabilities.reshape(3, 3, 3)
+  for a, b, c in np.ndindex(3, 3, 3):
+    second = p[a].sum(-1) * np.array([1, 0, 1])
+    by_hand = p[a].sum() * second[b] / second.sum() * p[a, b, c] / p[a, b].sum()
+    got = law.get((a + 2, b + 2, c + 2), 0.0)
+    assert got == pytest.approx(by_hand, abs=1e-9)
 
 
 def test_the_gathered_sets_leave_no_array_of_the_size_of_the_logits():

@@ -4,10 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import small_joints
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mdlm_jax import draws
+from mdlm_jax import draws, rules
+from mdlm_jax.blocks import blocks_of
+from mdlm_jax.canvas import from_rows
 from mdlm_jax.draws import categorical
 from mdlm_jax.predict import allowed, block_shape, reduce_logits
 from mdlm_jax.vocab import Vocab
@@ -210,11 +213,12 @@ def test_cells_are_the_penalised_law(temperature):
   prediction = reduce_logits(jnp.log(jnp.tile(PROBS, (3, 1))))
   masked = np.array([False, True, True])
   batch = jax.tree.map(lambda x: x[None], prediction)
+  propose = jax.jit(draw.propose)
   law = {}
   row = jax.tree.map(np.asarray, ROW)
   for weight, noise in draw.cells(prediction, masked, row):
     noise = jax.tree.map(lambda x: jnp.asarray(x)[None], noise)
-    ids, _ = draw.propose(noise, batch, BATCH)
+    ids, _ = propose(noise, batch, BATCH)
     pair = tuple(np.asarray(ids)[0, masked].tolist())
     law[pair] = law.get(pair, 0.0) + weight
   first, second = penalised(2, 2.0)[1:]
@@ -224,6 +228,27 @@ def test_cells_are_the_penalised_law(temperature):
     assert len(law) == 16
     for (a, b), weight in law.items():
       assert weight == pytest.approx(first[a] * second[b], rel=1e-5)
+
+
+def test_penalised_law_reaches_over_the_edge_of_a_block():
+  """Left to right in blocks of one slot: the chain rule, by hand."""
+  joint = small_joints.random_joint(3)
+  canvas = from_rows([[None] * 3], small_joints.VOCAB)
+  law = small_joints.law_of(
+    joint,
+    rules.left_to_right(1),
+    draw=categorical(repetition_penalty=2.0, neighbourhood=1),
+    blocks=blocks_of(canvas, 1),
+  ).probabilities
+  p = joint.probabilities.reshape(3, 3, 3)
+  for a, b, c in np.ndindex(3, 3, 3):
+    second = p[a].sum(-1) / p[a].sum()
+    third = p[a, b] / p[a, b].sum()
+    second[a] **= 2
+    third[b] **= 2
+    by_hand = p[a].sum() * second[b] / second.sum() * third[c] / third.sum()
+    got = law.get((a + 2, b + 2, c + 2), 0.0)
+    assert got == pytest.approx(by_hand, abs=1e-9)
 
 
 def test_penalty_scatters_once_and_keeps_one_array_of_logits():

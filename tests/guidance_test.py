@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import small_joints
 
 from mdlm_jax import canvas as canvas_lib
-from mdlm_jax import oracle
+from mdlm_jax import oracle, rules
 from mdlm_jax.guidance import Guidance, combine, guide
 from mdlm_jax.predict import Denoiser, predict
 from mdlm_jax.vocab import Vocab
@@ -136,6 +137,28 @@ def test_guided_law_is_p_cond_over_p_null_to_the_scale(scale):
   null = np.array([0.4, 0.5, 0.1])
   by_hand = cond ** (1 + scale) * null**-scale
   np.testing.assert_allclose(got, by_hand / by_hand.sum(), rtol=2e-5)
+
+
+@pytest.mark.parametrize('scale', [-1.0, 2.0])
+def test_guided_sampler_has_the_guided_law(scale):
+  """Left to right after one given token; the null pass sees the answer only."""
+  joint = small_joints.random_joint(5)
+  row = [small_joints.B, None, None]
+  canvas = canvas_lib.from_rows([row], VOCAB)
+  law = small_joints.law_of(
+    joint, rules.left_to_right(2), row, guidance=guide(canvas, VOCAB, scale)
+  ).probabilities
+  p = joint.probabilities.reshape(3, 3, 3)
+
+  def guided(cond, null):
+    q = (cond / cond.sum()) ** (1 + scale) * (null / null.sum()) ** -scale
+    return q / q.sum()
+
+  first = guided(p[1].sum(-1), p.sum((0, 2)))
+  for b, c in np.ndindex(3, 3):
+    by_hand = first[b] * guided(p[1, b], p[:, b].sum(0))[c]
+    got = law.get((3, b + 2, c + 2), 0.0)
+    assert got == pytest.approx(by_hand, abs=1e-9)
 
 
 def test_what_only_the_null_condition_excludes_is_refused_downstream():

@@ -58,7 +58,7 @@ _LENGTH = flags.DEFINE_integer(
   8,
 )
 _STEPS = flags.DEFINE_integer('steps', 32, 'Network calls.', 4)
-_NUM_SAMPLES = flags.DEFINE_integer('num_samples', 16, 'Samples per point.', 2)
+_NUM_SAMPLES = flags.DEFINE_integer('num_samples', 32, 'Samples per point.', 2)
 _TEMPERATURE = flags.DEFINE_float('temperature', 1.0, 'Of the draws.', 0.0)
 _SEED = flags.DEFINE_integer('seed', 0, 'Of the samples.', 0, 2**32 - 1)
 _PLOT = flags.DEFINE_string('plot', None, 'Writes a plot to this file.')
