@@ -1,13 +1,19 @@
 """Masked diffusion language models in JAX and Flax.
 
-The pure functions are re-exported here. Networks are in `mdlm_jax.models`;
-text, training and evaluation in `mdlm_jax.data`, `mdlm_jax.training` and
-`mdlm_jax.evaluation`; exact laws on small spaces in `mdlm_jax.oracle`.
+The pure functions are re-exported here, the ways to choose positions as the
+module `rules`. Networks are in `mdlm_jax.models`; text, training and evaluation
+in `mdlm_jax.data`, `mdlm_jax.training` and `mdlm_jax.evaluation`; exact laws on
+small spaces in `mdlm_jax.oracle`; names for command lines in
+`mdlm_jax.decoders`.
 """
 
+from mdlm_jax import draws, rules
+from mdlm_jax.blocks import Blocks, blocks_of, steps_per_block
 from mdlm_jax.canvas import Canvas, from_prompts, from_rows, row_from_template
+from mdlm_jax.constraints import Constraint, constrain
 from mdlm_jax.corruption import Corruption, corrupt
 from mdlm_jax.draws import Draw, categorical
+from mdlm_jax.guidance import Guidance, guide
 from mdlm_jax.losses import (
   Total,
   answer_loss,
@@ -16,6 +22,7 @@ from mdlm_jax.losses import (
   cross_entropy,
   discrete_bound,
 )
+from mdlm_jax.model_schedule import by_step
 from mdlm_jax.predict import Denoiser, target_log_probs
 from mdlm_jax.reverse import commit, reverse_update, top_eligible
 from mdlm_jax.rules import Rule, by_confidence, kernel
@@ -24,7 +31,9 @@ from mdlm_jax.schedules import (
   Schedule,
   cosine,
   cosine_grid,
+  floor_counts,
   geometric,
+  grid_counts,
   linear,
   log_linear,
   plan_counts,
@@ -41,21 +50,27 @@ from mdlm_jax.time_draws import (
 from mdlm_jax.vocab import Vocab
 
 __all__ = [
+  'Blocks',
   'Canvas',
+  'Constraint',
   'Corruption',
   'Denoiser',
   'Draw',
+  'Guidance',
   'Rule',
   'SampleResult',
   'Schedule',
   'Total',
   'Vocab',
   'answer_loss',
+  'blocks_of',
   'by_confidence',
+  'by_step',
   'carry_over',
   'categorical',
   'check_finite',
   'commit',
+  'constrain',
   'continuous_bound',
   'corrupt',
   'cosine',
@@ -63,9 +78,13 @@ __all__ = [
   'cross_entropy',
   'discrete_bound',
   'discrete_times',
+  'draws',
+  'floor_counts',
   'from_prompts',
   'from_rows',
   'geometric',
+  'grid_counts',
+  'guide',
   'iid_times',
   'kernel',
   'linear',
@@ -75,7 +94,9 @@ __all__ = [
   'reveal_probability',
   'reverse_update',
   'row_from_template',
+  'rules',
   'sample',
+  'steps_per_block',
   'stratified_times',
   'systematic_times',
   'target_log_probs',

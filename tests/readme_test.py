@@ -11,15 +11,21 @@ ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / 'README.md').read_text()
 
 
-def test_the_program_runs_and_fills_every_slot(capsys):
-  (program,) = re.findall(r'```python\n(import jax\n.*?)```', README, re.DOTALL)
+def test_the_programs_run_and_fill_every_slot(capsys):
+  _, first, second = re.findall(r'```python\n(.*?)```', README, re.DOTALL)
   names = {}
-  exec(program, names)
+  exec(first, names)
   result = names['result']
   assert result.calls == 16
   np.testing.assert_array_equal(result.ids[0, :3], [5, 6, 7])
   assert (np.asarray(result.ids) != 1).all()
   assert '16' in capsys.readouterr().out
+  exec(second, names)
+  result = names['result']
+  np.testing.assert_array_equal(result.ids[0, :3], [5, 6, 7])
+  assert not ((result.ids == 1) & names['canvas'].generation_slots).any()
+  # Two calls a step; an untrained network is sure of nothing.
+  np.testing.assert_array_equal(result.calls_per_row, [32, 32])
 
 
 def test_names_exist():
