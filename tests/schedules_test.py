@@ -327,3 +327,54 @@ def test_schedules_have_names():
     assert schedules.named_schedule(name) == getattr(schedules, name)()
   with pytest.raises(ValueError, match=r"schedule='quadratic' .* linear"):
     schedules.named_schedule('quadratic')
+
+
+DREAM = golden_data.load('dream/counts')
+
+
+@pytest.mark.parametrize('row, eps', [(0, 1e-3), (1, 1e-2)])
+def test_floor_counts_are_those_of_dream(row, eps):
+  golden = DREAM['transfer_table']
+  assert golden['eps'][row] == eps
+  counts = schedules.floor_counts(eps)
+  for column, num_steps in enumerate(golden['steps']):
+    expected = golden['tokens_revealed_per_step'][row, :, column, :num_steps]
+    got = counts(jnp.array(golden['num_masked']), int(num_steps))
+    np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize('num_steps', [4, 7, 16])
+def test_floor_counts_use_the_times_of_dream_to_the_last_bit(num_steps):
+  t = DREAM['timesteps'][f'timesteps_{num_steps}']
+  left, expected = 10_000_000, []
+  for k in range(num_steps - 1):
+    share = np.float32(1) - t[k + 1] / t[k]
+    expected.append(int(np.float32(left) * share))
+    left -= expected[-1]
+  got = schedules.floor_counts()(10_000_000, num_steps)
+  np.testing.assert_array_equal(got, [*expected, left])
+
+
+def test_floor_counts_leave_early_steps_empty_and_the_rest_to_the_last():
+  # 4 (1 - t_5 / t_4) = 0.998, then 4 * 0.332 and 3 * 0.498.
+  np.testing.assert_array_equal(
+    schedules.floor_counts()(4, 8), [0, 0, 0, 0, 0, 1, 1, 2]
+  )
+  assert schedules.floor_counts(0.5)(8, 2).tolist() != (
+    schedules.floor_counts(0.01)(8, 2).tolist()
+  )
+  with jax.enable_x64(True):
+    assert schedules.floor_counts()(8, 5).tolist() == [1, 1, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+  'make, named',
+  [
+    (lambda: schedules.floor_counts(0.0), 'eps=0'),
+    (lambda: schedules.floor_counts()(3, 0), 'num_steps=0'),
+    (lambda: schedules.floor_counts()(-1, 2), 'num_open'),
+  ],
+)
+def test_wrong_floor_counts_are_refused(make, named):
+  with pytest.raises(ValueError, match=named):
+    make()

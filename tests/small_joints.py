@@ -46,6 +46,25 @@ def total_variation(law, joint):
   )
 
 
+def in_groups(joint, groups):
+  """The joint that results when groups of positions are drawn in turn.
+
+  Positions of one group are independent given the groups before it. For
+  a joint over `STRINGS`.
+  """
+  p = joint.probabilities.reshape(3, 3, 3)
+  law, known = np.ones((3, 3, 3)), ()
+
+  def marginal(kept):
+    return p.sum(tuple({0, 1, 2} - set(kept)), keepdims=True)
+
+  for group in groups:
+    for i in group:
+      law = law * marginal((*known, i)) / marginal(known)
+    known += tuple(group)
+  return oracle.joint(STRINGS, law.ravel() / law.sum())
+
+
 def chi_square(law, ids):
   """Statistic of samples `[N, L]` against a law, and its degrees of freedom.
 
