@@ -107,7 +107,7 @@ def with_eos(checkpoint):
     vocab=Vocab(size, mask_id=1, pad_id=0, eos_ids=[end]),
   )
   return types.SimpleNamespace(
-    find=directory.find,
+    find=lambda path: 'a model',
     load=lambda path: model,
     Pretrained=directory.Pretrained,
   )
@@ -170,23 +170,27 @@ def test_a_threshold_in_blocks_reports_the_calls_of_each_row(records):
   assert record['requested_t'][1] is None
 
 
-def test_guidance_counts_both_of_its_calls(records):
-  arguments = (f'--prompt={PROMPT}', '--steps=4', '--temperature=0')
-  (plain,) = records(*arguments, '--cfg_scale=0')
-  (guided,) = records(*arguments, '--cfg_scale=8')
-  assert (plain['calls'], guided['calls']) == (4, 8)
-  assert guided['tokens_per_call'] == 1
-  assert plain['ids'] != guided['ids']
-
-
-def test_tokens_taken_back_are_counted(records):
-  (record,) = records(
-    f'--prompt={PROMPT}',
-    '--rule=remdm_rescale',
-    '--eta=1',
-    '--steps=8',
-    '--temperature=1',
+def run_stub(with_eos, capsys, *arguments):
+  script_runner.run(
+    'sample.py', '--json', f'--prompt={PROMPT}', *arguments, directory=with_eos
   )
+  return json.loads(capsys.readouterr().out)
+
+
+def test_guidance_counts_both_of_its_calls(with_eos, capsys, chosen):
+  record = run_stub(with_eos, capsys, '--steps=4', '--cfg_scale=0.5')
+  assert (record['calls'], record['tokens_per_call']) == (8, 1)
+  prompt = f'--prompt={PROMPT}'
+  assert chosen(prompt, '--cfg_scale=0.5').arrays['guidance'].scale == 0.5
+  assert chosen(prompt, '--cfg_scale=0').arrays == {}
+
+
+def test_tokens_taken_back_are_counted(with_eos, capsys):
+  """At a high temperature most of what is drawn anew is another token."""
+  record = run_stub(
+    with_eos, capsys, '--rule=remdm_rescale', '--eta=1', '--temperature=9'
+  )
+  assert record['calls'] == 8
   assert record['changes'] > 0
   assert record['settings']['eta'] == 1
 
@@ -263,27 +267,19 @@ def test_flags_choose_the_arguments_of_the_sampler(chosen):
   ],
 )
 def test_the_end_of_a_text_is_heeded_deferred_or_forbidden(
-  checkpoint, with_eos, capsys, options, text, calls
+  with_eos, capsys, options, text, calls
 ):
   """Without '.' the first of the other characters, which are equal."""
-  script_runner.run(
-    'sample.py',
-    f'--checkpoint={checkpoint}',
-    '--json',
-    f'--prompt={PROMPT}',
-    '--rule=left_to_right',
-    '--temperature=0',
-    *options,
-    directory=with_eos,
+  record = run_stub(
+    with_eos, capsys, '--rule=left_to_right', '--temperature=0', *options
   )
-  record = json.loads(capsys.readouterr().out)
   assert record['text'] == PROMPT + text
   assert (record['calls'], record['calls_per_row']) == (calls, calls)
   ended = '.' in text
   assert record['num_tokens'] == (3 if ended else 8)
 
 
-def test_progress_counts_up_to_the_calls_made(checkpoint, capsys):
+def test_progress_counts_up_to_the_calls_made(with_eos):
   bars = []
 
   class Bar:
@@ -299,10 +295,10 @@ def test_progress_counts_up_to_the_calls_made(checkpoint, capsys):
 
   script_runner.run(
     'sample.py',
-    f'--checkpoint={checkpoint}',
     '--progress',
     '--steps=4',
     tqdm=types.SimpleNamespace(tqdm=Bar),
+    directory=with_eos,
   )
   (bar,) = bars
   assert (bar.total, bar.n, bar.closed) == (4, 4, True)
