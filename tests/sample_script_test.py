@@ -178,7 +178,9 @@ def run_stub(with_eos, capsys, *arguments):
 
 
 def test_guidance_counts_both_of_its_calls(with_eos, capsys, chosen):
-  record = run_stub(with_eos, capsys, '--steps=4', '--cfg_scale=0.5')
+  record = run_stub(
+    with_eos, capsys, '--steps=4', '--cfg_scale=0.5', '--eos=forbid'
+  )
   assert (record['calls'], record['tokens_per_call']) == (8, 1)
   prompt = f'--prompt={PROMPT}'
   assert chosen(prompt, '--cfg_scale=0.5').arrays['guidance'].scale == 0.5
