@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ class Blocks:
     count: blocks of every row, static.
   """
 
-  starts: Int[Array, 'B']
+  starts: Any  # Not the array type: JAX also builds trees of placeholders.
   length: int
   count: int
 

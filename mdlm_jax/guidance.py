@@ -3,10 +3,11 @@
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from mdlm_jax.canvas import Canvas
 from mdlm_jax.vocab import Vocab
@@ -29,8 +30,9 @@ class Guidance:
   """
 
   scale: float
-  null_ids: Int[Array, 'B L']
-  replaced: Bool[Array, 'B L']
+  # Not the array types: JAX also builds trees of placeholders.
+  null_ids: Any
+  replaced: Any
 
   @property
   def calls_per_step(self) -> int:

@@ -14,6 +14,7 @@ from mdlm_jax.tokenizer import character_tokenizer
 
 REVEAL = 'experiments/parallel_reveal_error.py'
 STEPS = 'experiments/step_count.py'
+DECODERS = 'experiments/decoders.py'
 
 
 @pytest.fixture(scope='module')
@@ -89,7 +90,9 @@ def test_step_counts_double_up_to_the_length(step_count):
   assert step_count.step_counts(11) == [1, 2, 4, 8, 11]
 
 
-def test_step_count_runs_on_a_small_model(tmp_path, capsys):
+@pytest.fixture
+def small_model(tmp_path):
+  """The directory of an untrained model with its reference text."""
   text = 'the cat sat on the mat and the dog ran '
   tokenizer = character_tokenizer(text)
   config = transformer.TransformerConfig(
@@ -98,15 +101,19 @@ def test_step_count_runs_on_a_small_model(tmp_path, capsys):
     model_dim=16,
     num_heads=1,
     mlp_dim=16,
-    max_length=12,
+    max_length=16,
   )
   params = transformer.init(config, jax.random.key(0))
   directory.save(tmp_path, config, params, tokenizer.vocab, tokenizer)
   ngrams.save(ngrams.fit([text * 3], 3), tmp_path / 'ngrams.npz')
   (tmp_path / 'heldout.txt').write_text(text)
+  return tmp_path
+
+
+def test_step_count_runs_on_a_small_model(small_model, tmp_path, capsys):
   script_runner.run(
     STEPS,
-    f'--checkpoint={tmp_path}',
+    f'--checkpoint={small_model}',
     '--num_samples=4',
     f'--json={tmp_path / "steps.json"}',
     f'--plot={tmp_path / "steps.png"}',
@@ -116,9 +123,9 @@ def test_step_count_runs_on_a_small_model(tmp_path, capsys):
   points = {(row['rule'], row['calls']): row for row in content['results']}
   assert list(points) == [
     ('kernel', 1),
-    ('kernel', 12),
+    ('kernel', 16),
     ('confidence', 1),
-    ('confidence', 12),
+    ('confidence', 16),
     ('real text', None),
   ]
   # In one call both rules reveal everything: the same samples.
@@ -131,7 +138,39 @@ def test_step_count_runs_on_a_small_model(tmp_path, capsys):
   assert (tmp_path / 'steps.png').read_bytes().startswith(b'\x89PNG')
 
 
-@pytest.mark.parametrize('name', [REVEAL, STEPS])
+def test_decoders_make_equal_numbers_of_calls():
+  """Half as many calls as tokens on every axis but the adaptive one."""
+  cases = script_runner.load(DECODERS).cases(64, schedules.linear())
+  names = [(case.axis, case.name) for case in cases]
+  assert len(set(names)) == len(names) >= 40
+  for case in cases:
+    window = case.block_length or 64
+    calls = case.rule.calls(window) * (64 // window)
+    assert calls == 32 or case.axis == 'adaptive', case.name
+
+
+def test_decoders_runs_on_a_small_model(small_model, tmp_path, capsys):
+  script_runner.run(
+    DECODERS,
+    f'--checkpoint={small_model}',
+    '--num_samples=3',
+    '--length=16',
+    '--axis=blocks',
+    f'--json={tmp_path / "decoders.json"}',
+    f'--plot={tmp_path / "decoders.png"}',
+  )
+  *rows, real = json.loads((tmp_path / 'decoders.json').read_text())['results']
+  assert [(row['axis'], row['name'], row['calls']) for row in rows] == [
+    ('blocks', f'confidence, {length}', 8.0) for length in (16, 8, 4, 2)
+  ]
+  assert real['axis'] == 'real text'
+  assert 'confidence, 16' in capsys.readouterr().out
+  assert (tmp_path / 'decoders.png').read_bytes().startswith(b'\x89PNG')
+  with pytest.raises(ValueError, match='--length=20 must be a multiple of 8'):
+    script_runner.run(DECODERS, '--length=20')
+
+
+@pytest.mark.parametrize('name', [REVEAL, STEPS, DECODERS])
 def test_output_that_cannot_be_written_is_named_at_once(name, tmp_path):
   with pytest.raises(OSError, match='no directory'):
     script_runner.run(name, f'--json={tmp_path}/none/x.json')
