@@ -86,7 +86,7 @@ def probability(prediction, candidate_ids, noise) -> Float[Array, '*S']:
 def row_maximum(prediction, candidate_ids, noise) -> Float[Array, '*S']:
   """Largest probability at the position, whichever token was drawn."""
   del candidate_ids, noise
-  return jnp.exp(prediction.largest - prediction.log_z)
+  return jnp.exp(prediction.block_maxima.max(-1) - prediction.log_z)
 
 
 def margin(prediction, candidate_ids, noise) -> Float[Array, '*S']:
@@ -199,18 +199,22 @@ def categorical(
   def adjusted(prediction: Prediction, context: Context | None) -> Prediction:
     """Of one row."""
     logits = prediction.logits
+    # Known already, where a reduction of the logits would be one more pass.
+    largest = prediction.block_maxima.max(-1)
     if repetition_penalty != 1:
       logits = penalise_repeats(
         prediction, context, repetition_penalty, neighbourhood
       )
+      largest = None
     if temperature not in (0, 1):
-      logits = temper(logits, temperature)
+      logits = temper(logits, temperature, largest)
+      largest = jnp.zeros_like(prediction.log_z)
     if top_k is not None:
       logits = keep_top_k(logits, top_k)
     if top_p is not None and top_p < 1:
       logits = keep_top_p(logits, top_p)
     if min_p is not None:
-      logits = keep_min_p(logits, min_p)
+      logits = keep_min_p(logits, min_p, largest)
     unchanged = logits is prediction.logits
     return prediction if unchanged else reduce_logits(logits)
 
@@ -222,7 +226,7 @@ def categorical(
   ):
     drawn_from = adjusted_rows(prediction, context)
     if temperature == 0:
-      candidate_ids = jnp.argmax(drawn_from.logits, -1).astype(jnp.int32)
+      candidate_ids = most_probable(drawn_from)
     else:
       candidate_ids = gumbel_max(noise, drawn_from)
     scored = drawn_from if tempered else prediction
@@ -294,8 +298,20 @@ def penalise_repeats(
   ].set(penalty * log_p + log_z, mode='drop')
 
 
-def temper(logits: Float[Array, '*S V'], temperature) -> Float[Array, '*S V']:
-  """Logits over temperature, up to a constant; safe for any temperature > 0.
+def temper(
+  logits: Float[Array, '*S V'],
+  temperature: float,
+  largest: Float[Array, '*S'] | None = None,
+) -> Float[Array, '*S V']:
+  """Logits over temperature, less the largest; safe for any temperature > 0.
+
+  Args:
+    logits: -inf at ids that may not be drawn. Shape `[..., V]`.
+    temperature: above 0.
+    largest: the largest logit where it is known. Shape `[...]`.
+
+  Returns:
+    Logits of which the largest is 0. Shape `[..., V]`.
 
   Example:
     >>> print(temper(jnp.array([1.0, 2.0]), 0.5), temper(jnp.ones(2), 1e-38))
@@ -303,8 +319,12 @@ def temper(logits: Float[Array, '*S V'], temperature) -> Float[Array, '*S V']:
   """
   # Dividing differences keeps the best token at 0 however small T is: a plain
   # quotient overflows to inf, then to NaN.
-  below = logits - logits.max(-1, keepdims=True)
+  below = logits - _largest(logits, largest)
   return jnp.where(below == 0, 0.0, below / temperature)
+
+
+def _largest(logits, known):
+  return logits.max(-1, keepdims=True) if known is None else known[..., None]
 
 
 def keep_top_k(logits: Float[Array, '*S V'], k: int) -> Float[Array, '*S V']:
@@ -332,16 +352,28 @@ def keep_top_p(logits: Float[Array, '*S V'], p: float) -> Float[Array, '*S V']:
   return _keep_best(logits, jax.nn.softmax(logits), p)
 
 
-def keep_min_p(logits: Float[Array, '*S V'], p: float) -> Float[Array, '*S V']:
+def keep_min_p(
+  logits: Float[Array, '*S V'],
+  p: float,
+  largest: Float[Array, '*S'] | None = None,
+) -> Float[Array, '*S V']:
   """Minus infinity at tokens less probable than p times the most probable.
 
   (Nguyen et al. 2024, "Turning up the heat", section 3.)
+
+  Args:
+    logits: -inf at ids that may not be drawn. Shape `[..., V]`.
+    p: in (0, 1].
+    largest: the largest logit where it is known. Shape `[...]`.
+
+  Returns:
+    The logits, -inf at what is not kept. Shape `[..., V]`.
 
   Example:
     >>> print(keep_min_p(jnp.log(jnp.array([0.5, 0.3, 0.2])), 0.5))
     [-0.6931472 -1.2039728       -inf]
   """
-  least = logits.max(-1, keepdims=True) + math.log(p)
+  least = _largest(logits, largest) + math.log(p)
   return jnp.where(logits >= least, logits, -jnp.inf)
 
 
@@ -407,14 +439,32 @@ def gumbel_max(noise: DrawNoise, prediction: Prediction) -> Int[Array, '*S']:
     int32 ids of the leading shape; a token of logit -inf is never returned
     whatever the noise.
   """
-  num_blocks, block_size = block_shape(prediction.logits.shape[-1])
   block = jnp.argmax(_perturb(prediction.block_log_sums, noise.block), -1)
-  blocks = prediction.logits.reshape(
-    prediction.logits.shape[:-1] + (num_blocks, block_size)
-  )
-  entries = jnp.take_along_axis(blocks, block[..., None, None], -2)[..., 0, :]
+  entries = _entries(prediction.logits, block)
   entry = jnp.argmax(_perturb(entries, noise.entry), -1)
-  return (block * block_size + entry).astype(jnp.int32)
+  return (block * entries.shape[-1] + entry).astype(jnp.int32)
+
+
+def most_probable(prediction: Prediction) -> Int[Array, '*S']:
+  """The id of the largest logit, the lowest of equal ones.
+
+  By blocks, whose maxima are known: `jnp.argmax` over the vocabulary takes
+  longer on CPU than all else that is done with the logits.
+
+  Example:
+    >>> print(most_probable(reduce_logits(jnp.array([1.0, 3.0, 3.0, 2.0]))))
+    1
+  """
+  block = jnp.argmax(prediction.block_maxima, -1)
+  entries = _entries(prediction.logits, block)
+  entry = jnp.argmax(entries, -1)
+  return (block * entries.shape[-1] + entry).astype(jnp.int32)
+
+
+def _entries(logits, block):
+  """The logits of one block of the vocabulary, `[..., b]`."""
+  blocks = logits.reshape(logits.shape[:-1] + block_shape(logits.shape[-1]))
+  return jnp.take_along_axis(blocks, block[..., None, None], -2)[..., 0, :]
 
 
 def _perturb(logits, gumbel):

@@ -42,16 +42,17 @@ class Prediction(NamedTuple):
 
   Attributes:
     logits: float32, -inf at ids that may not be drawn. Shape `[..., V]`.
-    block_log_sums: log of the summed exponentials of each block of the
-      vocabulary. Shape `[..., V / b]`.
+    block_maxima: the largest logit of each block of the vocabulary. Shape
+      `[..., V / b]`.
+    block_log_sums: log of the summed exponentials of each block. Shape
+      `[..., V / b]`.
     log_z: log of the sum over the vocabulary. Shape `[...]`.
-    largest: the largest logit. Shape `[...]`.
   """
 
   logits: Float[Array, '*S V']
+  block_maxima: Float[Array, '*S N']
   block_log_sums: Float[Array, '*S N']
   log_z: Float[Array, '*S']
-  largest: Float[Array, '*S']
 
 
 def predict(
@@ -288,7 +289,7 @@ def reduce_logits(logits: Float[Array, '*S V']) -> Prediction:
   sums = jnp.exp(blocks - shift[..., None]).sum(-1)
   block_log_sums = shift + jnp.log(sums)
   log_z = jax.nn.logsumexp(block_log_sums, -1)
-  return Prediction(logits, block_log_sums, log_z, maxima.max(-1))
+  return Prediction(logits, maxima, block_log_sums, log_z)
 
 
 @functools.cache

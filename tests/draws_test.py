@@ -315,6 +315,14 @@ def test_small_temperatures_are_the_argmax_without_nan(temperature):
   assert np.isfinite(confidence).all()
 
 
+@pytest.mark.parametrize('num_ids', [7, 12, 100])
+def test_the_most_probable_is_the_lowest_of_equal_ids(num_ids):
+  logits = jax.random.randint(jax.random.key(2), (400, num_ids), 0, 5) * 1.0
+  logits = jnp.where(logits == 0, -jnp.inf, logits)
+  got = draws.most_probable(reduce_logits(logits))
+  np.testing.assert_array_equal(got, np.argmax(logits, -1))
+
+
 def test_scores_in_closed_form():
   prediction = reduce_logits(log(0.5, 0.3, 0.15, 0.05, 0.0))
   noise = draws.DrawNoise(jnp.zeros(5), jnp.zeros(1), jnp.array(0.625))
