@@ -380,9 +380,14 @@ def test_a_block_that_is_less_confident_still_gets_its_counts():
 def test_steps_are_shared_by_blocks_and_no_part_of_a_threshold():
   canvas = from_prompts([[]], 32, VOCAB)
   windows = blocks.blocks_of(canvas, 4)
-  per_block = blocks.steps_per_block(8, windows.count)
-  counts = schedules.plan_counts(4, per_block)
-  assert windows.count * per_block == 8 and counts.tolist() == [4]
+  result = sampling.sample(
+    table_network(jnp.zeros((32, VOCAB.size))), (), jax.random.key(0), canvas,
+    vocab=VOCAB, rule=rules.by_confidence(blocks.steps_per_block(8, 8)),
+    blocks=windows, trajectory=True,
+  )  # fmt: skip
+  assert result.calls == 8
+  left = (np.asarray(result.trajectory) == 1).sum((1, 2))
+  np.testing.assert_array_equal(left, np.arange(28, -1, -4))
   with pytest.raises(TypeError, match='num_steps'):
     rules.threshold(0.9, num_steps=8)
 
