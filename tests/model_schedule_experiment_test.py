@@ -1,6 +1,7 @@
 """The experiment on model scheduling: its segments, its count, its files."""
 
 import json
+import types
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,10 @@ import script_runner
 
 from mdlm_jax import ngrams
 from mdlm_jax.models import directory, transformer
+from mdlm_jax.predict import Denoiser
+from mdlm_jax.schedules import linear
 from mdlm_jax.tokenizer import character_tokenizer
+from mdlm_jax.vocab import Vocab
 
 SCRIPT = 'experiments/model_schedule.py'
 TEXT = 'the cat sat on the mat and the dog ran '
@@ -74,6 +78,44 @@ def test_operations_are_those_that_the_compiler_counts(script, kv_heads):
   assert script.operations(config, 32) == pytest.approx(cost['flops'], rel=0.06)
 
 
+def test_steps_of_the_uniform_network_add_up_to_its_bound(script):
+  """Each token is revealed once: L log2 V bits, whatever the chain."""
+  vocab = Vocab(size=8, mask_id=7)
+  uniform = Denoiser(
+    lambda params, cache, ids, **unused: (jnp.zeros((*ids.shape, 8)), ()),
+    lambda params, hidden: hidden,
+  )
+  model = types.SimpleNamespace(denoiser=uniform, params=(), vocab=vocab)
+  ids = jnp.zeros((500, 12), jnp.int32)
+  bits = script.step_bits(model, ids, linear(), 4, seed=0)
+  # The first call sees only MASK and reveals a quarter.
+  np.testing.assert_allclose(bits[0], 12 / 4 * np.log2(7), rtol=1e-5)
+  # Of step k a token is masked with probability t and counts log2(7) / (4 t):
+  # variance (1 / t - 1) / 16 a token, for t = 3/4, 1/2, 1/4 0.27 in all; five
+  # standard errors of 6000 tokens.
+  error = 5 * np.log2(7) * np.sqrt(0.271 / 6000)
+  assert abs(bits.sum() / 6000 - np.log2(7)) < error
+
+
+def test_excess_is_that_of_the_steps_of_the_small_model(script):
+  bits = np.zeros((2, 3, 2))
+  bits[0], bits[1] = 1.0, [[2.0, 4.0], [1.0, 1.0], [9.0, 9.0]]
+  parts = script.Segments((True, False), (0, 2))
+  got = script.bound_excess(bits, np.array([4, 4]), parts)
+  # 1 and 3 bits more, of 4 characters each: 1/4 and 3/4.
+  assert got == {'bound_excess': 0.5, 'bound_excess_error': 0.25}
+
+
+def test_windows_cover_the_text(script):
+  tokenizer = character_tokenizer('abcdef')
+  ids, sizes = script.held_out_windows('abcdef', tokenizer, 2, 3)
+  texts = [tokenizer.decode(window) for window in np.asarray(ids)]
+  assert texts == ['ab', 'cd', 'ef']
+  np.testing.assert_array_equal(sizes, [2, 2, 2])
+  with pytest.raises(ValueError, match='has 6 tokens, not 7'):
+    script.held_out_windows('abcdef', tokenizer, 7, 3)
+
+
 def write_model(path, *, model_dim, text=TEXT, max_length=12):
   tokenizer = character_tokenizer(text)
   config = transformer.TransformerConfig(
@@ -123,6 +165,10 @@ def test_it_prints_and_writes(models, tmp_path, capsys):
   assert np.isfinite(bits).all()
   # Other networks at other steps write other text.
   assert len(set(bits)) == 5
+  excess = [row['bound_excess'] for row in rows[:-1]]
+  # The halves of the chain add up to the whole.
+  assert excess[0] == 0 != excess[1] != excess[2]
+  assert excess[1] + excess[2] == pytest.approx(excess[3])
   assert content['length'] == 12
   assert 'early' in capsys.readouterr().out
   assert (tmp_path / 'x.png').read_bytes().startswith(b'\x89PNG')
@@ -139,3 +185,23 @@ def test_models_that_cannot_take_turns_are_refused(models, tmp_path):
     script_runner.run(
       SCRIPT, large, f'--small={models / "small"}', '--length=13'
     )
+
+
+def test_the_shipped_pair_takes_turns_and_the_small_one_is_small(script):
+  small_path = directory.find().parent / 'sotu_small'
+  large, small = directory.load(directory.find()), directory.load(small_path)
+  script.check_pair(large, small, 64)
+  assert sum(file.stat().st_size for file in small_path.iterdir()) < 1_000_000
+  ratio = script.operations(large.config, 64) / script.operations(
+    small.config, 64
+  )
+  assert 6 < ratio < 8
+  # Trained by the same config but for its shape.
+  one, other = large.history['config'], small.history['config']
+  assert one.pop('model') != other.pop('model')
+  assert one == other
+  bits = [
+    json.loads((path / 'evaluation.json').read_text())['bits_per_character']
+    for path in (directory.find(), small_path)
+  ]
+  assert bits[0] + 0.1 < bits[1] < 2.678  # The corpus's order-2 entropy.
