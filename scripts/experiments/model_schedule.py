@@ -84,7 +84,7 @@ _DEFAULT_LENGTH = 64
 PLACES = ('early', 'middle', 'late', 'both ends')
 SHARES = (0.25, 0.5)
 COLUMNS = {
-  'bound_excess': ('bound - large', 'bound above the large model, bits/char'),
+  'bound_excess': ('bound - large', 'bound above large, bits/char'),
   **MEASURES,
 }
 
