@@ -4,7 +4,7 @@ The pure functions are re-exported here, the ways to choose positions as the
 module `rules`. Networks are in `mdlm_jax.models`; text, training and evaluation
 in `mdlm_jax.data`, `mdlm_jax.training` and `mdlm_jax.evaluation`; exact laws on
 small spaces in `mdlm_jax.oracle`; names for command lines in
-`mdlm_jax.decoders`.
+`mdlm_jax.named_rules`.
 """
 
 from mdlm_jax import draws, rules

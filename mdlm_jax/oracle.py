@@ -2,8 +2,8 @@
 
 A joint distribution over a few short strings has a denoiser in closed form, and
 the law of any sampler on it can be enumerated. `sampler_law` runs the library's
-own steps (`decoding`) on every state and every cell of the noise, so it is the
-law of the code that samples, not of a second copy.
+own `sampling_step` on every state and every cell of the noise, so it is the law
+of the code that samples, not of a second copy.
 """
 
 import functools
@@ -15,16 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from mdlm_jax import decoding as steps
+from mdlm_jax import sampling_step
 from mdlm_jax.blocks import Blocks, Window, window_of
 from mdlm_jax.canvas import Canvas
 from mdlm_jax.constraints import Constraint
-from mdlm_jax.decoding import Decoding, Inputs
 from mdlm_jax.draws import Context, Draw, categorical
 from mdlm_jax.guidance import Guidance
 from mdlm_jax.interning import interned
 from mdlm_jax.predict import Denoiser, Prediction
 from mdlm_jax.rules import Row, Rule
+from mdlm_jax.sampling_step import Decoding, Inputs
 from mdlm_jax.schedules import Schedule, linear
 from mdlm_jax.vocab import Vocab
 
@@ -201,7 +201,7 @@ def _window_law(decoding, inputs, law, window):
   noise = jax.tree.map(lambda x: x[None], noise)
   masses = {}
   for ids, mass in law.items():
-    start = steps.start_window(
+    start = sampling_step.start_window(
       decoding, inputs, noise, jnp.array([ids]), jnp.array([True]), window
     )
     masses[_freeze(start)[0]] = mass
@@ -261,29 +261,31 @@ class _View(NamedTuple):
 
 
 def _look(decoding, inputs, window, step, states):
-  prediction, _ = steps.predict_window(decoding, inputs, step, states, window)
+  prediction, _ = sampling_step.predict_window(
+    decoding, inputs, step, states, window
+  )
   mass = context_matches(inputs.params, states.ids, decoding.vocab)
   mass = (mass * inputs.params.probabilities).sum(1)
   return _View(
     prediction,
-    steps.draw_context(decoding, inputs, states.ids, window),
-    steps.window_rows(decoding, inputs, states.ids, window),
-    steps.needs_call(decoding, inputs, states, window),
+    sampling_step.draw_context(decoding, inputs, states.ids, window),
+    sampling_step.window_rows(decoding, inputs, states.ids, window),
+    sampling_step.needs_call(decoding, inputs, states, window),
     mass > 0,
   )
 
 
 def _propose(decoding, inputs, window, step, states, noise):
-  proposals, states = steps.propose_where_needed(
+  proposals, states = sampling_step.propose_where_needed(
     decoding, inputs, noise, step, states, window
   )
-  rows = steps.window_rows(decoding, inputs, states.ids, window)
-  offered, _ = steps.offered_rows(decoding, rows, proposals)
+  rows = sampling_step.window_rows(decoding, inputs, states.ids, window)
+  offered, _ = sampling_step.offered_rows(decoding, rows, proposals)
   return states, proposals, offered
 
 
 def _decide(decoding, inputs, window, step, states, proposals, noise):
-  return steps.apply_rule(
+  return sampling_step.apply_rule(
     decoding, inputs, noise, step, proposals, states, window
   )
 

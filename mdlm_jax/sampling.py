@@ -10,17 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from mdlm_jax import decoding as steps
-from mdlm_jax import endings
+from mdlm_jax import endings, sampling_step
 from mdlm_jax.blocks import Blocks, window_of
 from mdlm_jax.canvas import Canvas
 from mdlm_jax.constraints import Constraint
-from mdlm_jax.decoding import Decoding, Inputs, SamplerState
 from mdlm_jax.draws import Draw, categorical
 from mdlm_jax.guidance import Guidance
 from mdlm_jax.noise import row_keys
 from mdlm_jax.predict import Denoiser
 from mdlm_jax.rules import Rule
+from mdlm_jax.sampling_step import Decoding, Inputs, SamplerState
 from mdlm_jax.schedules import Schedule, linear
 from mdlm_jax.vocab import Vocab
 
@@ -224,13 +223,13 @@ def _sample(
   def one_call(window, cache, carry, step):
     state, log = carry
     index = window.block * calls + step
-    noise = steps.step_noise(decoding, keys, index, canvas, window)
-    needed = steps.needs_call(decoding, inputs, state, window)
+    noise = sampling_step.step_noise(decoding, keys, index, canvas, window)
+    needed = sampling_step.needs_call(decoding, inputs, state, window)
     made = needed.any() if decoding.rule.reuses else jnp.array(True)
-    proposal, proposed = steps.propose_where_needed(
+    proposal, proposed = sampling_step.propose_where_needed(
       decoding, inputs, noise.draw, step, state, window, cache
     )
-    after = steps.apply_rule(
+    after = sampling_step.apply_rule(
       decoding, inputs, noise.rule, step, proposal, proposed, window
     )
     if on_call is not None:
@@ -241,8 +240,10 @@ def _sample(
   def one_block(carry, block):
     ids, finite, cache, cache_calls, log = carry
     window = window_of(blocks, block, canvas)
-    noise = steps.step_noise(decoding, keys, block * calls, canvas, window)
-    state = steps.start_window(
+    noise = sampling_step.step_noise(
+      decoding, keys, block * calls, canvas, window
+    )
+    state = sampling_step.start_window(
       decoding, inputs, noise.init, ids, finite, window
     )
     state, log = _repeat(
@@ -250,7 +251,7 @@ def _sample(
     )
     if block_cache:
       # Not after the last block, nor when every row has ended.
-      more = steps.is_masked(state.ids, canvas, vocab).any()
+      more = sampling_step.is_masked(state.ids, canvas, vocab).any()
       cache = jax.lax.cond(
         more,
         functools.partial(write_cache, cache, state, window),
@@ -261,7 +262,9 @@ def _sample(
 
   def write_cache(cache, state, window):
     clean = state._replace(t=jnp.zeros_like(state.t))
-    return steps.predict_window(decoding, inputs, 0, clean, window, cache)[1]
+    return sampling_step.predict_window(
+      decoding, inputs, 0, clean, window, cache
+    )[1]
 
   cache, cache_calls = None, jnp.int32(0)
   finite = jnp.ones(batch, bool)
@@ -333,7 +336,7 @@ def _empty_log(most: int, canvas: Canvas, trajectory: bool) -> _Log:
 
 def _record(log, index, needed, made, before, after, canvas, vocab) -> _Log:
   """The log with one more call."""
-  masked = steps.is_masked(before.ids, canvas, vocab)
+  masked = sampling_step.is_masked(before.ids, canvas, vocab)
   share = masked.sum(1) / jnp.maximum(canvas.generation_slots.sum(1), 1)
   is_mask = after.ids == vocab.mask_id
   replaced = (log.last_ids != vocab.mask_id) & ~is_mask

@@ -35,18 +35,18 @@ from absl import flags
 from mdlm_jax import (
   canvas,
   command_line,
-  decoder_flags,
-  decoders,
+  decoding_flags,
   evaluation,
+  named_rules,
   sampling,
 )
-from mdlm_jax.decoder_flags import Chosen
+from mdlm_jax.decoding_flags import Chosen
 from mdlm_jax.models import directory
 
 __doc__ += f"""
 The rules, with the settings that each reads and their defaults:
 
-{decoders.table()}
+{named_rules.table()}
 """
 
 _CHECKPOINT = flags.DEFINE_string(
@@ -76,7 +76,7 @@ _LENGTH = flags.DEFINE_integer(
   None,
   "New tokens after the prompt. Default: what is left of the model's length.",
 )
-_DECODING = decoder_flags.define()
+_DECODING = decoding_flags.define()
 _SEED = flags.DEFINE_integer(
   'seed', 0, 'Seed of all random numbers.', 0, 2**32 - 1
 )
@@ -118,7 +118,7 @@ def check_flags() -> None:
   _exclude({'--json': _JSON.value, '--show_steps': _SHOW_STEPS.present})
   if _LENGTH.value is not None and _LENGTH.value < 1:
     raise ValueError(f'--length={_LENGTH.value} must be at least 1')
-  decoder_flags.check(_DECODING)
+  decoding_flags.check(_DECODING)
 
 
 def _exclude(present: dict[str, bool]) -> None:
@@ -333,7 +333,7 @@ def main(argv):
   model = directory.load(path)
   rows = make_rows(model)
   filled = canvas.from_rows(rows, model.vocab)
-  chosen = decoder_flags.decoding_of(
+  chosen = decoding_flags.decoding_of(
     _DECODING,
     model.vocab,
     model.schedule,

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from mdlm_jax import decoders, rules
+from mdlm_jax import named_rules, rules
 
 DOCS = pathlib.Path(__file__).parents[1] / 'docs'
 TEXT = (DOCS / 'decoding.md').read_text()
@@ -31,13 +31,13 @@ def test_every_rule_and_name_is_in_the_tables():
   }
   assert public <= cells
   tables = '\n'.join(line for line in TEXT.splitlines() if line[:1] == '|')
-  for name in decoders.RULES:
+  for name in named_rules.RULES:
     assert re.search(rf'`(--rule=)?{name}`', tables), name
 
 
 def test_links_and_flags_exist():
   for path in re.findall(r'\]\((?!http)([^)#]+)\)', TEXT):
     assert (DOCS / path).exists(), path
-  source = (DOCS.parent / 'mdlm_jax' / 'decoder_flags.py').read_text()
+  source = (DOCS.parent / 'mdlm_jax' / 'decoding_flags.py').read_text()
   for flag in set(re.findall(r'--(\w+)', TEXT)):
-    assert f"'{flag}'" in source or flag in decoders.SETTINGS, flag
+    assert f"'{flag}'" in source or flag in named_rules.SETTINGS, flag

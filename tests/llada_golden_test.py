@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from mdlm_jax import blocks, decoding, guidance, predict, sampling
+from mdlm_jax import blocks, guidance, predict, sampling, sampling_step
 from mdlm_jax.canvas import Canvas, from_prompts, from_rows
 from mdlm_jax.draws import Draw, DrawNoise, categorical, probability
 from mdlm_jax.models.attention import attention, attention_mask, rotate
@@ -266,24 +266,28 @@ def test_mask_is_never_predicted():
 @functools.partial(jax.jit, static_argnums=0)
 def one_call(static, inputs, noise, step, state, window):
   noise = DrawNoise(noise, noise, noise)
-  proposal, state = decoding.propose(static, inputs, noise, step, state, window)
-  return decoding.apply_rule(static, inputs, (), step, proposal, state, window)
+  proposal, state = sampling_step.propose(
+    static, inputs, noise, step, state, window
+  )
+  return sampling_step.apply_rule(
+    static, inputs, (), step, proposal, state, window
+  )
 
 
 def replay(canvas, propose, noise_of_steps, length):
   """The calls of the sampler, with recorded noise `[steps, B, L, ...]`."""
   windows = blocks.blocks_of(canvas, length)
   per_block = len(noise_of_steps) // windows.count
-  static = decoding.Decoding(
+  static = sampling_step.Decoding(
     NETWORK, VOCAB, by_confidence(per_block), Draw((), propose, ()), linear()
   )
-  inputs = decoding.Inputs(WEIGHTS, canvas)
+  inputs = sampling_step.Inputs(WEIGHTS, canvas)
   ids, finite = canvas.ids, jnp.ones(len(canvas.ids), bool)
   rows = jnp.arange(len(ids))[:, None]
   seen = []
   for block in range(windows.count):
     window = blocks.window_of(windows, block, canvas)
-    state = decoding.start_window(static, inputs, (), ids, finite, window)
+    state = sampling_step.start_window(static, inputs, (), ids, finite, window)
     for step in range(per_block):
       seen.append(state.ids)
       noise = jnp.asarray(noise_of_steps[block * per_block + step])

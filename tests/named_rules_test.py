@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mdlm_jax import decoders, draws, rules, sampling, schedules
+from mdlm_jax import draws, named_rules, rules, sampling, schedules
 from mdlm_jax.canvas import from_rows
 from mdlm_jax.predict import Denoiser
 from mdlm_jax.rules import sigmas
 from mdlm_jax.vocab import Vocab
 
 VOCAB = Vocab(size=6, mask_id=1, pad_id=0)
-SOURCE = pathlib.Path(decoders.__file__).read_text()
+SOURCE = pathlib.Path(named_rules.__file__).read_text()
 
 
 def _public_functions(module, returned):
@@ -44,12 +44,12 @@ def test_every_public_rule_has_a_name():
 
 def test_settings_are_explained_and_read_by_some_rule():
   read = set()
-  for rule in [*decoders.RULES.values(), *decoders.WRAPPERS.values()]:
+  for rule in [*named_rules.RULES.values(), *named_rules.WRAPPERS.values()]:
     read |= set(rule.settings)
     assert set(rule.scores) <= set(draws.SCORES)
-  assert read == set(decoders.SETTINGS)
-  table = decoders.table()
-  for name in [*decoders.RULES, *decoders.WRAPPERS]:
+  assert read == set(named_rules.SETTINGS)
+  table = named_rules.table()
+  for name in [*named_rules.RULES, *named_rules.WRAPPERS]:
     assert table.count(f'\n  {name} ') == 1
 
 
@@ -72,10 +72,12 @@ def _run(rule):
   )
 
 
-@pytest.mark.parametrize('name', decoders.RULES)
+@pytest.mark.parametrize('name', named_rules.RULES)
 def test_every_name_composes_with_the_loop(name):
   """Traced only: the rules' own tests run them."""
-  rule = decoders.named_rule(name, 3 if decoders.RULES[name].plans else None)
+  rule = named_rules.named_rule(
+    name, 3 if named_rules.RULES[name].plans else None
+  )
   result = jax.eval_shape(lambda: _run(rule))
   assert result.ids.shape == (1, 6)
   assert result.requested_t.shape == (rule.calls(6), 1)
@@ -83,7 +85,9 @@ def test_every_name_composes_with_the_loop(name):
 
 @pytest.mark.parametrize('name', ['remdm_loop', 'threshold'])
 def test_a_named_rule_fills_a_row(name):
-  rule = decoders.named_rule(name, 3 if decoders.RULES[name].plans else None)
+  rule = named_rules.named_rule(
+    name, 3 if named_rules.RULES[name].plans else None
+  )
   np.testing.assert_array_equal(_run(rule).ids, [[5, 3, 4, 5, 2, 3]])
 
 
@@ -186,15 +190,17 @@ COUNTS = schedules.grid_counts(GRID)
   ],
 )
 def test_settings_reach_the_constructor(name, settings, expected):
-  num_steps = 3 if decoders.RULES[name].plans else None
-  assert decoders.named_rule(name, num_steps, **settings) is expected
-  assert decoders.named_rule(name, num_steps) is not expected
+  num_steps = 3 if named_rules.RULES[name].plans else None
+  assert named_rules.named_rule(name, num_steps, **settings) is expected
+  assert named_rules.named_rule(name, num_steps) is not expected
 
 
 def test_the_schedule_reaches_the_kernel():
   cosine = schedules.cosine()
   grid = schedules.uniform_grid(2)
-  assert decoders.named_rule('kernel', 2, cosine) is rules.kernel(grid, cosine)
+  assert named_rules.named_rule('kernel', 2, cosine) is rules.kernel(
+    grid, cosine
+  )
 
 
 @pytest.mark.parametrize(
@@ -210,4 +216,4 @@ def test_the_schedule_reaches_the_kernel():
 )
 def test_mistakes_are_named(arguments, settings, message):
   with pytest.raises(ValueError, match=message):
-    decoders.named_rule(*arguments, **settings)
+    named_rules.named_rule(*arguments, **settings)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from absl import flags
 
-from mdlm_jax import blocks, decoders, draws, guidance
+from mdlm_jax import blocks, draws, guidance, named_rules
 from mdlm_jax.canvas import Canvas
 from mdlm_jax.rules import Rule
 from mdlm_jax.schedules import Schedule
@@ -48,7 +48,7 @@ def define() -> Flags:
     flags.DEFINE_enum(
       'rule',
       'confidence',
-      list(decoders.RULES),
+      list(named_rules.RULES),
       'Which positions a call writes, and which it takes back. All rules are '
       'listed above, with the settings that each reads and their defaults.',
     ),
@@ -124,8 +124,8 @@ def define() -> Flags:
       'A sample takes no further call once its end is written.',
     ),
   ]
-  for name, setting in decoders.SETTINGS.items():
-    who = decoders.readers(name)
+  for name, setting in named_rules.SETTINGS.items():
+    who = named_rules.readers(name)
     text = setting.help + (f' Of {", ".join(who)}.' if who else '')
     if setting.kind is str:
       holders.append(flags.DEFINE_enum(name, None, setting.choices, text))
@@ -141,17 +141,17 @@ def check(holders: Flags) -> None:
     ValueError: names the flag, what it was and what is allowed.
   """
   name = holders['rule'].value
-  rule, wrappers = decoders.RULES[name], _wrappers(holders)
+  rule, wrappers = named_rules.RULES[name], _wrappers(holders)
   readable = {*rule.settings, *(s for w in wrappers for s in w.settings)}
-  for setting in decoders.SETTINGS:
+  for setting in named_rules.SETTINGS:
     if not holders[setting].present or setting in readable:
       continue
-    for wrapper in decoders.WRAPPERS.values():
+    for wrapper in named_rules.WRAPPERS.values():
       if setting in wrapper.settings:
         raise ValueError(f'--{setting} needs --{next(iter(wrapper.settings))}')
     raise ValueError(
       f'--{setting} cannot act with --rule={name}; it acts with --rule='
-      f'{", ".join(decoders.readers(setting))}'
+      f'{", ".join(named_rules.readers(setting))}'
     )
   if rule.takes_back and holders['edit_threshold'].present:
     raise ValueError(
@@ -168,7 +168,7 @@ def check(holders: Flags) -> None:
     raise ValueError(f'--cfg_scale={scale} must be finite and at least -1')
   if holders['stop_at_eos'].value and holders['eos'].value == 'forbid':
     raise ValueError('--stop_at_eos cannot act with --eos=forbid')
-  _rule(holders, 1 if rule.plans else None, decoders.LINEAR)
+  _rule(holders, 1 if rule.plans else None, named_rules.LINEAR)
   _draw(holders)
 
 
@@ -208,7 +208,7 @@ def decoding_of(
     windows = blocks.blocks_of(canvas, value['block_length'])
   num_blocks = 1 if windows is None else windows.count
   num_steps = None
-  if decoders.RULES[value['rule']].plans:
+  if named_rules.RULES[value['rule']].plans:
     num_steps = value['steps']
     if num_steps is None and windows is None:
       num_steps = int(canvas.generation_slots.sum(1).max())
@@ -257,11 +257,11 @@ def _steps_of_block(value, num_steps, num_blocks):
     ) from None
 
 
-def _wrappers(holders) -> list[decoders.NamedRule]:
+def _wrappers(holders) -> list[named_rules.NamedRule]:
   """The wrappers that are asked for."""
   return [
     wrapper
-    for wrapper in decoders.WRAPPERS.values()
+    for wrapper in named_rules.WRAPPERS.values()
     if holders[next(iter(wrapper.settings))].present
   ]
 
@@ -269,10 +269,10 @@ def _wrappers(holders) -> list[decoders.NamedRule]:
 def _rule(holders, num_steps, schedule) -> Rule:
   """The rule with its wrappers."""
   name = holders['rule'].value
-  given = _given(holders, decoders.RULES[name].settings)
+  given = _given(holders, named_rules.RULES[name].settings)
   shown = [f'--rule={name}', *(f'--{k}={v}' for k, v in given.items())]
   try:
-    rule = decoders.named_rule(name, num_steps, schedule, **given)
+    rule = named_rules.named_rule(name, num_steps, schedule, **given)
     for wrapper in _wrappers(holders):
       given = _given(holders, wrapper.settings)
       shown += [f'--{k}={v}' for k, v in given.items()]
@@ -309,7 +309,7 @@ def _neighbourhood(holders) -> int | None:
 
 def _score_name(holders) -> str | None:
   """The score by which the rule ranks, None where it does not."""
-  scores = decoders.RULES[holders['rule'].value].scores
+  scores = named_rules.RULES[holders['rule'].value].scores
   if holders['score'].present:
     return holders['score'].value
   return scores[0] if scores else None
@@ -342,7 +342,7 @@ def _settings(holders, num_steps) -> dict[str, Any]:
   """Everything that was chosen; None where nothing reads it."""
   value = {name: holder.value for name, holder in holders.items()}
   score = _score_name(holders)
-  read = [decoders.RULES[value['rule']], *_wrappers(holders)]
+  read = [named_rules.RULES[value['rule']], *_wrappers(holders)]
   defaults = {k: v for rule in read for k, v in rule.settings.items()}
   return {
     **value,

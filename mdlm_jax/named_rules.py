@@ -128,32 +128,29 @@ def _by_grid(constructor, **options):
 
 
 def _by_counts(constructor):
-  """A builder of a rule with planned counts and at most one setting."""
-  return lambda n, schedule, grid, **settings: constructor(
-    n, *settings.values(), counts=COUNTS[grid](n)
-  )
-
-
-def _adaptive(constructor):
-  """A builder of a rule that decides by itself when it is done."""
-  return lambda n, schedule, **settings: constructor(*settings.values())
+  """A builder of a rule with planned counts."""
+  return lambda n, schedule, grid: constructor(n, counts=COUNTS[grid](n))
 
 
 def _remasking(sigma, **options):
-  """A builder of the remasking kernel, from `sigma(grid, schedule, ...)`."""
+  """A builder of the remasking kernel; `sigma` is a function of `sigmas`."""
 
   def build(n, schedule, grid, **settings):
     levels = _levels(grid, n)
-    return rules.remasking(
-      levels, sigma(levels, schedule, **settings), schedule, **options
-    )
+    sigma_of_step = sigma(levels, schedule=schedule, **settings)
+    return rules.remasking(levels, sigma_of_step, schedule, **options)
 
   return build
 
 
-def _loop(n, schedule, grid, eta, **times):
-  levels, sigma = sigmas.loop(_levels(grid, n), eta, schedule, **times)
-  return rules.remasking(levels, sigma, schedule)
+def _loop(n, schedule, grid, **settings):
+  times = _levels(grid, n)
+  levels, sigma_of_step = sigmas.loop(times, schedule=schedule, **settings)
+  return rules.remasking(levels, sigma_of_step, schedule)
+
+
+def _switched_cap(grid, eta, t_switch, schedule):
+  return sigmas.switch(grid, sigmas.cap(grid, eta, schedule), t_switch)
 
 
 def _levels(grid, n):
@@ -198,13 +195,17 @@ RULES: dict[str, NamedRule] = {
   ),
   'maskgit': NamedRule(
     'by confidence with noise that fades',
-    _by_counts(rules.maskgit),
+    lambda n, schedule, choice_temperature, grid: rules.maskgit(
+      n, choice_temperature, counts=COUNTS[grid](n)
+    ),
     {'choice_temperature': 4.5, 'grid': 'cosine'},
     scores=_SHARES,
   ),
   'sampled_confidence': NamedRule(
     'positions drawn by confidence',
-    _by_counts(rules.by_sampled_confidence),
+    lambda n, schedule, alg_temp, grid: rules.by_sampled_confidence(
+      n, alg_temp, counts=COUNTS[grid](n)
+    ),
     {'alg_temp': 0.1, 'grid': 'uniform'},
     scores=_ANY_SCORE,
   ),
@@ -225,21 +226,21 @@ RULES: dict[str, NamedRule] = {
   ),
   'threshold': NamedRule(
     'every candidate of some confidence, at least one',
-    _adaptive(rules.threshold),
+    lambda n, schedule, threshold: rules.threshold(threshold),
     {'threshold': 0.9},
     plans=False,
     scores=_ANY_SCORE,
   ),
   'factor': NamedRule(
     'the more confident the candidates, the more of them',
-    _adaptive(rules.factor),
+    lambda n, schedule, factor: rules.factor(factor),
     {'factor': 1.0},
     plans=False,
     scores=_SHARES,
   ),
   'entropy_bound': NamedRule(
     'as many as may be drawn independently',
-    _adaptive(rules.entropy_bound),
+    lambda n, schedule, gamma: rules.entropy_bound(gamma),
     {'gamma': 0.1},
     plans=False,
   ),
@@ -254,32 +255,25 @@ RULES: dict[str, NamedRule] = {
   ),
   'remdm_cap': NamedRule(
     'remasking kernel, sigma at most eta',
-    _remasking(lambda grid, schedule, eta: sigmas.cap(grid, eta, schedule)),
+    _remasking(sigmas.cap),
     {'eta': 0.02, 'grid': 'uniform'},
     takes_back=True,
   ),
   'remdm_rescale': NamedRule(
     'remasking kernel, eta times the largest sigma',
-    _remasking(lambda grid, schedule, eta: sigmas.rescale(grid, eta, schedule)),
+    _remasking(sigmas.rescale),
     {'eta': 0.02, 'grid': 'uniform'},
     takes_back=True,
   ),
   'remdm_conf': NamedRule(
     'remasking kernel, the unlikely tokens first',
-    _remasking(
-      lambda grid, schedule, eta: sigmas.rescale(grid, eta, schedule),
-      by_confidence=True,
-    ),
+    _remasking(sigmas.rescale, by_confidence=True),
     {'eta': 1.0, 'grid': 'uniform'},
     takes_back=True,
   ),
   'remdm_switch': NamedRule(
     'remdm_cap from some noise level on',
-    _remasking(
-      lambda grid, schedule, eta, t_switch: sigmas.switch(
-        grid, sigmas.cap(grid, eta, schedule), t_switch
-      )
-    ),
+    _remasking(_switched_cap),
     {'eta': 0.02, 't_switch': 0.55, 'grid': 'uniform'},
     takes_back=True,
   ),
@@ -303,15 +297,13 @@ RULES: dict[str, NamedRule] = {
   ),
   'flow_corrector': NamedRule(
     'the corrector of discrete flow matching',
-    _remasking(
-      lambda grid, schedule, beta: sigmas.flow_corrector(grid, beta, schedule)
-    ),
+    _remasking(sigmas.flow_corrector),
     {'beta': 0.5, 'grid': 'uniform'},
     takes_back=True,
   ),
   'psi': NamedRule(
     'the reverse posterior mixed with fresh noise',
-    _remasking(lambda grid, schedule, kappa: sigmas.psi(grid, kappa, schedule)),
+    _remasking(sigmas.psi),
     {'kappa': 0.95, 'grid': 'uniform'},
     takes_back=True,
   ),
