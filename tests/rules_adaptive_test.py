@@ -141,7 +141,7 @@ def test_klass_starts_again_when_a_prediction_moves():
   for step in range(4):
     _, proposal = one_row([T] * 2, [0.1, 0.2], [logits[step], [0.0, 0, 0]])
     state = rule.update((), step, row, proposal, state).state
-    settled.append(state[1].tolist())
+    settled.append(state[2].tolist())
   assert settled == [[0, 0], [1, 1], [0, 2], [1, 3]]
 
 
@@ -152,7 +152,9 @@ def test_divergence_is_that_of_the_present_from_the_past():
     rows = jnp.log(jnp.array([now, before, now]))
     others = jnp.log(jnp.array([before, before, [1.0, 0.0, 0.0]]))
   np.testing.assert_allclose(
-    divergence(rows, others), [exact, 0.0, np.inf], rtol=1e-6
+    divergence(rows, jnp.zeros(3), others, jnp.zeros(3)),
+    [exact, 0.0, np.inf],
+    rtol=1e-6,
   )
 
 

@@ -137,7 +137,7 @@ def klass(confidence: float, kl: float, *, history: int = 1) -> Rule:
   KL(p_now || p_before) between the predictions of successive calls was below
   `kl` at each of the last `history` calls; where there is none, the best one
   (Kim et al. 2025, KLASS, arXiv 2511.05664). The first call of a window has
-  nothing to compare with. The state holds a prediction, `[K, V]`.
+  nothing to compare with. The state holds the logits, `[K, V]`.
 
   With an exact denoiser it is exact only where it writes one slot at a time, by
   a score that does not depend on the drawn token.
@@ -166,35 +166,43 @@ def klass(confidence: float, kl: float, *, history: int = 1) -> Rule:
   def init(noise, row, num_ids):
     del noise
     num_slots = row.masked.shape[0]
-    log_probs = jnp.zeros((num_slots, num_ids), jnp.result_type(float))
-    return (log_probs, jnp.zeros(num_slots, jnp.int32)), None
+    logits = jnp.zeros((num_slots, num_ids), jnp.result_type(float))
+    return (logits, logits[:, 0], jnp.zeros(num_slots, jnp.int32)), None
 
   def update(noise, step, row, proposal, state):
     del noise
-    before, settled = state
-    now = (proposal.logits - proposal.log_z[:, None]).astype(before.dtype)
-    close = (divergence(now, before) < kl) & (step > 0)
+    *before, settled = state
+    now = proposal.logits, proposal.log_z
+    close = (divergence(*now, *before) < kl) & (step > 0)
     settled = jnp.where(close, settled + 1, 0)
     ready = (settled >= history) & (proposal.confidence > confidence)
     write = row.masked & ready
     write |= _best(row, proposal) & ~write.any()
-    return Update(write, (now, settled))
+    return Update(write, (*now, settled))
 
   return _until_filled(update, init)
 
 
 def divergence(
-  log_p: Float[Array, 'K V'], log_q: Float[Array, 'K V']
+  logits: Float[Array, 'K V'],
+  log_z: Float[Array, 'K'],
+  other_logits: Float[Array, 'K V'],
+  other_log_z: Float[Array, 'K'],
 ) -> Float[Array, 'K']:
   """KL(p || q) in nats, with 0 log 0 = 0; infinite where p is not below q.
 
+  Either distribution is given as log p(v) = logits[v] - log_z.
+
   Example:
-    >>> log_p = jnp.log(jnp.array([[0.5, 0.5, 0.0]]))
-    >>> print(divergence(log_p, jnp.log(jnp.array([[0.25, 0.75, 0.0]]))))
-    [0.14384104]
+    >>> p, q = (jnp.log(jnp.array([x])) for x in ([2.0, 2, 0], [1.0, 3, 0]))
+    >>> log_z = jnp.log(jnp.array([4.0]))
+    >>> print(divergence(p, log_z, q, log_z).round(4))
+    [0.1438]
   """
-  p = jnp.exp(log_p)
-  return (p * jnp.where(p > 0, log_p - log_q, 0.0)).sum(-1)
+  p = jnp.exp(logits - log_z[:, None])
+  # No array of log-probabilities: their difference is that of the logits.
+  difference = jnp.where(p > 0, logits - other_logits, 0.0)
+  return (p * difference).sum(-1) - (log_z - other_log_z)
 
 
 def _until_filled(update: Callable, init: Callable | None = None) -> Rule:

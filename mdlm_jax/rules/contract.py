@@ -94,7 +94,8 @@ class Rule(NamedTuple):
       window.
     noise: `noise(row_key, positions) -> noise`: the noise of one step.
     init: `init(noise, row, num_ids) -> state, t`: the state and the noise level
-      of the first call (None as in `Update`). The noise may decide `t` only.
+      of the first call (None as in `Update`). The noise may decide
+      times only.
     cells: `cells(step, row, proposal, state) -> iterable of (probability,
       noise)`: the law of the noise as finitely many cases, for exact
       enumeration on a small row. It sees what `update` sees, in numpy.
