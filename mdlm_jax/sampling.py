@@ -115,7 +115,7 @@ def sample(
     blocks: decodes block after block (`blocks.blocks_of`); by default the whole
       canvas is open.
     guidance: classifier-free guidance (`guidance.guide`).
-    constraint: ids that a slot may hold (`constraints.constrain_rows`).
+    constraint: ids that a slot may hold (`constraints.constrain`).
     planner: an external planner, static: `planner(planner_params, ids [B, L],
       canvas, slots [B, W]) -> scores [B, W]` of a canvas in which the
       candidates are filled in; read by rules that rank committed tokens. It

@@ -375,7 +375,7 @@ def draw_context(
   if slots is None:
     slots = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
   visible = canvas.valid & ~is_masked(ids, canvas, decoding.vocab)
-  return Context(ids, visible, slots)
+  return Context(ids, visible, slots, canvas.segments)
 
 
 def _level(schedule: Schedule, masked, is_open) -> Float[Array, 'B']:
