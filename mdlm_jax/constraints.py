@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from mdlm_jax.blocks import at
 from mdlm_jax.canvas import Canvas
 from mdlm_jax.vocab import Vocab
 
@@ -101,10 +102,7 @@ def _checked(ids, vocab, name) -> frozenset[int]:
 
 
 def allowed_at(
-  constraint: Constraint, at: Int[Array, 'B W'] | None
+  constraint: Constraint, slots: Int[Array, 'B W'] | None
 ) -> Bool[Array, 'B W V']:
-  """Whether each id may be drawn at the target slots, None for all of them."""
-  index = constraint.index
-  if at is not None:
-    index = jnp.take_along_axis(index, at, 1)
-  return constraint.sets[index]
+  """Whether each id may be drawn at the slots of a window."""
+  return constraint.sets[at(constraint.index, slots)]

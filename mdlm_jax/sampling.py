@@ -63,9 +63,9 @@ class SampleResult(NamedTuple):
   trajectory: Int[Array, 'S B L'] | None
 
   @property
-  def tokens_per_call(self) -> Float[Array, 'B']:
+  def tokens_per_call(self) -> Float[Array, 'B'] | Float[np.ndarray, 'B']:
     """Generated tokens of each row for every call that it needed."""
-    return self.num_tokens / jnp.maximum(self.calls_per_row, 1)
+    return self.num_tokens / self.calls_per_row.clip(1)
 
 
 def sample(
@@ -135,11 +135,12 @@ def sample(
     The finished canvas, and what happened at each call.
 
   Raises:
-    ValueError: an option that cannot act: EOS options without an EOS, a planner
-      without parameters or the reverse, a rule that reuses proposals with a
-      network that is not declared `time_free`, `block_cache` without blocks or
-      without a cache. On concrete arrays, for logits that are NaN, infinite or
-      all forbidden; under an outer `jit` call `check_finite` on the result.
+    ValueError: an option that cannot act: EOS options without an EOS,
+      `planner_params` without a planner, `block_cache` without blocks or
+      without a cache. A rule that reads a planner without one, or that reuses
+      proposals with a network that is not declared `time_free`. On concrete
+      arrays, for logits that are NaN, infinite or all forbidden; under an outer
+      `jit` call `check_finite` on the result.
   """
   chex.assert_rank(canvas.ids, 2)
   chex.assert_equal_shape([x for x in canvas if x is not None])

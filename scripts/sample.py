@@ -275,18 +275,13 @@ def print_json(model, path, rows, generated: Generated, chosen: Chosen) -> None:
       'calls': int(result.calls),
       'calls_per_block': result.calls_per_block.tolist(),
       'calls_per_row': int(result.calls_per_row[b]),
-      'tokens_per_call': float(tokens_per_call(result)[b]),
+      'tokens_per_call': float(result.tokens_per_call[b]),
       'changes': int(result.changes[b].sum()),
       'requested_t': of_calls(result.requested_t[:, b]),
       'masked_fraction': of_calls(result.masked_fraction[:, b]),
       'settings': settings(model, path, chosen),
     }
     print(json.dumps(record))
-
-
-def tokens_per_call(result: sampling.SampleResult):
-  """Of each row, in float64."""
-  return np.asarray(result.num_tokens) / np.maximum(result.calls_per_row, 1)
 
 
 def print_text(model, path, rows, generated, chosen, num_canvases: int) -> None:
@@ -309,7 +304,7 @@ def print_text(model, path, rows, generated, chosen, num_canvases: int) -> None:
     calls = int(result.calls_per_row[b])
     print(
       f'\n=== {title}: {int(result.num_tokens[b])} new tokens in {calls} '
-      f'call(s), {tokens_per_call(result)[b]:.2g} per call'
+      f'call(s), {result.tokens_per_call[b]:.2g} per call'
     )
     # Evenly spaced, without the empty canvas and the finished one.
     made = np.flatnonzero(~np.isnan(result.masked_fraction[:, b]))

@@ -425,6 +425,20 @@ def test_a_guided_call_counts_twice():
     np.testing.assert_array_equal(result.calls_per_block, [3 * per_step])
 
 
+def test_a_repetition_penalty_keeps_to_the_document():
+  """All tokens alike: the lowest id, unless it stands beside the slot."""
+  lowest = int(np.flatnonzero(VOCAB.drawable)[0])
+  canvas = from_rows([[lowest, None]], VOCAB)
+  draw = draws.categorical(
+    temperature=0.0, repetition_penalty=2.0, neighbourhood=1
+  )
+  ids = [
+    run(UNIFORM, rows, rules.by_confidence(1), draw=draw).ids[0, 1]
+    for rows in (canvas, canvas._replace(segments=jnp.array([[0, 1]])))
+  ]
+  assert ids[0] > ids[1] == lowest
+
+
 def test_a_network_is_fed_the_level_at_which_the_share_is_masked():
   canvas = from_prompts([[5]], 4, VOCAB)
   result = run(UNIFORM, canvas, rules.left_to_right(2), schedule=cosine())

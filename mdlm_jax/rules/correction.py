@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from mdlm_jax.interning import interned
 from mdlm_jax.reverse import top_eligible
 from mdlm_jax.rules.contract import Proposal, Row, Rule, Update
-from mdlm_jax.rules.scores import candidate_log_probs, committed_log_probs
+from mdlm_jax.rules.log_probs import log_probs_of
 from mdlm_jax.schedules import plan_counts
 
 
@@ -25,8 +25,8 @@ def self_planner(row: Row, proposal: Proposal):
   """
   return jnp.where(
     row.masked,
-    candidate_log_probs(proposal),
-    committed_log_probs(row, proposal),
+    log_probs_of(proposal.candidate_ids, proposal),
+    log_probs_of(row.ids, proposal),
   )
 
 
@@ -52,7 +52,7 @@ def bert_planner(row: Row, proposal: Proposal):
   """
   return jnp.where(
     row.masked,
-    candidate_log_probs(proposal),
+    log_probs_of(proposal.candidate_ids, proposal),
     external_planner(row, proposal),
   )
 
@@ -170,7 +170,7 @@ def editing(rule: Rule, threshold: float, max_rounds: int) -> Rule:
       row.open
       & ~row.masked
       & (proposal.candidate_ids != row.ids)
-      & (jnp.exp(candidate_log_probs(proposal)) > threshold)
+      & (jnp.exp(log_probs_of(proposal.candidate_ids, proposal)) > threshold)
     )
     was_full = ~row.masked.any()
     is_full = ~(row.masked & ~write).any()
@@ -247,7 +247,7 @@ def refined(rule: Rule, rounds: int, count: int) -> Rule:
       left = row.masked & ~fill.write
       finishing |= ~left.any() if fill.done is None else fill.done
     weakest = top_eligible(
-      -committed_log_probs(row, proposal),
+      -log_probs_of(row.ids, proposal),
       row.open & ~row.masked,
       count,
       max_count=count,

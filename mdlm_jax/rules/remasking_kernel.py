@@ -10,7 +10,7 @@ from mdlm_jax import noise as noise_lib
 from mdlm_jax.interning import interned
 from mdlm_jax.rules.contract import Rule, Update
 from mdlm_jax.rules.laws import bernoulli_cells
-from mdlm_jax.rules.scores import candidate_log_probs
+from mdlm_jax.rules.log_probs import log_probs_of
 from mdlm_jax.rules.sigmas import check_sigmas, mask_levels
 from mdlm_jax.schedules import Schedule, linear
 
@@ -91,7 +91,7 @@ def remasking(
     write = event & row.masked
     remask = event & row.open & ~row.masked
     if by_confidence:
-      probability = jnp.exp(candidate_log_probs(proposal))
+      probability = jnp.exp(log_probs_of(proposal.candidate_ids, proposal))
       state = jnp.where(write, probability, jnp.where(remask, 0.0, state))
     return Update(write, state, at(grid, step + 1), remask)
 

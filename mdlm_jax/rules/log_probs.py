@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from mdlm_jax.rules.contract import Proposal, Row
+from mdlm_jax.rules.contract import Proposal
 
 
 def log_probs_of(ids: Int[Array, 'K'], proposal: Proposal) -> Float[Array, 'K']:
@@ -18,13 +18,3 @@ def log_probs_of(ids: Int[Array, 'K'], proposal: Proposal) -> Float[Array, 'K']:
   """
   logits = jnp.take_along_axis(proposal.logits, ids[:, None], -1)[:, 0]
   return logits - proposal.log_z
-
-
-def candidate_log_probs(proposal: Proposal) -> Float[Array, 'K']:
-  """Log-probability of the candidate at every slot, whatever the score."""
-  return log_probs_of(proposal.candidate_ids, proposal)
-
-
-def committed_log_probs(row: Row, proposal: Proposal) -> Float[Array, 'K']:
-  """What the current prediction gives the token that stands at each slot."""
-  return log_probs_of(row.ids, proposal)
