@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from mdlm_jax.interning import interned
-from mdlm_jax.predict import Denoiser
+from mdlm_jax.predict import Denoiser, network_logits
 
 
 @interned
@@ -50,10 +50,9 @@ def by_step(denoisers: Sequence[Denoiser], starts: Sequence[int]) -> Denoiser:
 
     def branch(denoiser, own_params):
       def logits():
-        hidden, _ = denoiser.features(
-          own_params, None, ids, step=step, **inputs
+        logits, _ = network_logits(
+          denoiser, own_params, None, ids, step=step, **inputs
         )
-        logits = denoiser.head(own_params, hidden)
         return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
 
       return logits

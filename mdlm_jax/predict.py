@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from mdlm_jax.alignment import shifted_features
 from mdlm_jax.constraints import Constraint, allowed_at
 from mdlm_jax.corruption import corrupt
 from mdlm_jax.guidance import Guidance, combine
@@ -30,11 +31,15 @@ class Denoiser(NamedTuple):
     head: `head(params, hidden) -> logits`, `[B, W, d]` to `[B, W, V]`.
     time_free: declares that `features` ignores `t` and `step`, so that a canvas
       that did not change has the prediction it had.
+    shifted: declares that the logits at a slot are those of the token after it,
+      see `alignment.shifted_features`. Everything that asks the network through
+      this module reads the flag: sampler, losses and bounds.
   """
 
   features: Callable
   head: Callable
   time_free: bool = False
+  shifted: bool = False
 
 
 class Prediction(NamedTuple):
@@ -96,7 +101,7 @@ def predict(
     of the condition and of the null condition, where both are asked.
   """
   call = functools.partial(
-    _logits,
+    network_logits,
     denoiser,
     params,
     at=at,
@@ -122,8 +127,26 @@ def predict(
   return reduce_logits(allowed(logits, vocab, at_slots)), cache
 
 
-def _logits(denoiser, params, cache, ids, **inputs):
-  hidden, cache = denoiser.features(params, cache, ids, **inputs)
+def network_logits(
+  denoiser: Denoiser,
+  params: Any,
+  cache: Any,
+  ids: Int[Array, 'B L'],
+  **inputs: Any,
+) -> tuple[Float[Array, 'B W V'], Any]:
+  """The network's own logits of the tokens at the wanted slots, and its cache.
+
+  Args:
+    denoiser: the network.
+    params: its parameters.
+    cache: its cache, None for a full forward pass.
+    ids: the canvas. Shape `[B, L]`.
+    **inputs: the other inputs of `Denoiser.features`.
+  """
+  features = denoiser.features
+  if denoiser.shifted:
+    features = functools.partial(shifted_features, features)
+  hidden, cache = features(params, cache, ids, **inputs)
   return denoiser.head(params, hidden), cache
 
 
@@ -159,7 +182,7 @@ def target_log_probs(
   Returns:
     float32, -inf where the target may not be drawn. Shape `[B, L]`.
   """
-  logits, _ = _logits(
+  logits, _ = network_logits(
     denoiser,
     params,
     None,

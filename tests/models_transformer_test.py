@@ -60,7 +60,7 @@ def logits(
     valid = jnp.ones(ids.shape, bool)
   if positions is None:
     positions = jnp.broadcast_to(jnp.arange(length), ids.shape)
-  features, head, _ = transformer.denoiser(config)
+  features, head, *_ = transformer.denoiser(config)
   hidden, cache = jax.jit(features)(
     params,
     None,
@@ -371,7 +371,7 @@ config = transformer.TransformerConfig(
   max_length=4, time_conditioning=True)
 def run():
   params = transformer.init(config, jax.random.key(0))
-  features, head, _ = transformer.denoiser(config)
+  features, head, *_ = transformer.denoiser(config)
   hidden, _ = features(
     params, None, jnp.array([[1, 2, 3]]), at=None, step=0, t=jnp.ones(1),
     valid=jnp.ones((1, 3), bool), positions=jnp.arange(3)[None],

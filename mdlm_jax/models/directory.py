@@ -4,21 +4,23 @@ config.json         shape of the network, roles of the ids, masking schedule
 model.safetensors   parameters, keys such as 'blocks/query/kernel'
 tokenizer.json      in the layout of the tokenizers library
 training.json       how it was trained, {} where unknown
+
+`load` also reads the directories of `published` models.
 """
 
 import dataclasses
 import json
 import os
 import pathlib
-from typing import NamedTuple
 
 import jax
 import numpy as np
 import safetensors
 import safetensors.flax
 
-from mdlm_jax import predict, schedules
-from mdlm_jax.models import transformer
+from mdlm_jax import schedules
+from mdlm_jax.models import json_files, param_tree, published, transformer
+from mdlm_jax.models.pretrained import Pretrained
 from mdlm_jax.tokenizer import Tokenizer
 from mdlm_jax.vocab import Vocab
 
@@ -29,44 +31,21 @@ _CONFIG, _WEIGHTS, _TOKENIZER, _HISTORY = (
   'training.json',
 )
 _FORMAT = 1
+# Directories of before do not have them; left out, they have their defaults.
+_LATER_FIELDS = {
+  'head_width',
+  'qkv_bias',
+  'qk_norm',
+  'embedding_scale',
+  'logit_scale',
+  'rope_dtype',
+  'shifted',
+}
 _ARCHITECTURE = 'mdlm_jax'
 DTYPES = ('float32', 'bfloat16')
 _PACKAGED = pathlib.Path(__file__).parents[1] / 'pretrained' / 'sotu'
 
 Path = str | os.PathLike
-
-
-class Pretrained(NamedTuple):
-  """A model read from its directory.
-
-  Attributes:
-    config: shape of the network.
-    denoiser: the network as two pure functions.
-    params: nested dict of float32 arrays.
-    vocab: roles of the ids.
-    tokenizer: text to ids and back.
-    schedule: the masking schedule that it was trained with.
-    history: how it was trained, see `runs`; empty where unknown.
-  """
-
-  config: transformer.TransformerConfig
-  denoiser: predict.Denoiser
-  params: transformer.Params
-  vocab: Vocab
-  tokenizer: Tokenizer
-  schedule: schedules.Schedule
-  history: dict
-
-  @property
-  def bound_schedule(self) -> schedules.Schedule:
-    """A schedule under which the bound of this network is complete, if any.
-
-    A network that does not read the noise level has the same bound under every
-    complete schedule, whichever it was trained with.
-    """
-    if self.config.time_conditioning:
-      return self.schedule
-    return schedules.linear()
 
 
 def save(
@@ -99,12 +78,12 @@ def save(
   """
   _check_names(schedule, dtype)
   _check_roles(config, vocab, tokenizer)
-  weights = _flatten(params)
+  weights = param_tree.flat(params)
   _check_weights(config, {key: leaf.shape for key, leaf in weights.items()})
   content = {
     'format': _FORMAT,
     'architecture': _ARCHITECTURE,
-    'model': dataclasses.asdict(config),
+    'model': _config_fields(config),
     'vocab': dataclasses.asdict(vocab),
     'schedule': schedule,
   }
@@ -125,7 +104,10 @@ def save(
 
 
 def load(directory: Path) -> Pretrained:
-  """Reads what `save` wrote; parameters become float32.
+  """Reads what `save` wrote, or a published model.
+
+  Parameters become float32, those of a published model as `published.load`
+  says.
 
   Raises:
     OSError: a file is missing or cannot be read.
@@ -133,7 +115,10 @@ def load(directory: Path) -> Pretrained:
       together; names what is missing, unknown or of the wrong shape.
   """
   directory = pathlib.Path(directory)
-  config, vocab, schedule = _read_config(directory / _CONFIG)
+  content = json_files.read(directory / _CONFIG)
+  if 'architecture' not in content:
+    return published.load(directory)
+  config, vocab, schedule = _read_config(content, directory / _CONFIG)
   tokenizer = Tokenizer.load(directory / _TOKENIZER)
   _check_roles(config, vocab, tokenizer)
   return Pretrained(
@@ -149,8 +134,7 @@ def load(directory: Path) -> Pretrained:
 
 def read_history(directory: Path) -> dict:
   """How the model of a directory was trained, {} where that is not known."""
-  path = pathlib.Path(directory) / _HISTORY
-  return _read_json(path) if path.exists() else {}
+  return json_files.read_if_any(pathlib.Path(directory) / _HISTORY)
 
 
 def find(checkpoint: Path | None = None) -> pathlib.Path:
@@ -181,18 +165,17 @@ def _json(content: dict) -> bytes:
   return (json.dumps(content, indent=2) + '\n').encode()
 
 
-def _read_json(path) -> dict:
-  try:
-    content = json.loads(path.read_text('utf-8'))
-  except ValueError as error:
-    raise ValueError(f'{path} is not JSON: {error}') from None
-  if not isinstance(content, dict):
-    raise ValueError(f'{path} must hold an object, not {content!r}')
-  return content
+def _config_fields(config):
+  """The fields of a config, of the later ones only what is not the default."""
+  return {
+    field.name: getattr(config, field.name)
+    for field in dataclasses.fields(config)
+    if field.name not in _LATER_FIELDS
+    or getattr(config, field.name) != field.default
+  }
 
 
-def _read_config(path):
-  content = _read_json(path)
+def _read_config(content, path):
   parts = {'format': int, 'architecture': str, 'model': dict, 'vocab': dict}
   for name, kind in (parts | {'schedule': str}).items():
     if not isinstance(content.get(name), kind):
@@ -213,10 +196,11 @@ def _read_config(path):
 def _build(kind, values, path):
   """An instance of a dataclass from exactly its fields."""
   names = {field.name for field in dataclasses.fields(kind)}
-  if names != set(values):
+  lacking, unknown = names - _LATER_FIELDS - set(values), set(values) - names
+  if lacking or unknown:
     raise ValueError(
-      f'{path}: {kind.__name__} lacks {sorted(names - set(values))} and does '
-      f'not know {sorted(set(values) - names)}'
+      f'{path}: {kind.__name__} lacks {sorted(lacking)} and does not know '
+      f'{sorted(unknown)}'
     )
   try:
     return kind(**values)
@@ -233,9 +217,8 @@ def _read_weights(path, config):
   except safetensors.SafetensorError as error:
     raise ValueError(f'{path} is not a safetensors file: {error}') from None
   _check_weights(config, {key: leaf.shape for key, leaf in weights.items()})
-  return jax.tree_util.tree_map_with_path(
-    lambda key_path, _: jax.numpy.asarray(weights[_key(key_path)], 'float32'),
-    _shapes(config),
+  return param_tree.nested(
+    {key: jax.numpy.asarray(leaf, 'float32') for key, leaf in weights.items()}
   )
 
 
@@ -260,7 +243,7 @@ def _check_roles(config, vocab, tokenizer):
 def _check_weights(config, shapes):
   """ValueError with every key that is missing, unknown or misshapen."""
   expected = {
-    key: leaf.shape for key, leaf in _flatten(_shapes(config)).items()
+    key: leaf.shape for key, leaf in param_tree.shapes(config).items()
   }
   problems = [f'missing {key}' for key in expected.keys() - shapes.keys()]
   problems += [f'unknown {key}' for key in shapes.keys() - expected.keys()]
@@ -273,18 +256,3 @@ def _check_weights(config, shapes):
     raise ValueError(
       f'the parameters do not fit the config: {"; ".join(sorted(problems))}'
     )
-
-
-def _shapes(config):
-  return jax.eval_shape(
-    lambda key: transformer.init(config, key), jax.random.key(0)
-  )
-
-
-def _flatten(tree):
-  leaves = jax.tree_util.tree_leaves_with_path(tree)
-  return {_key(path): leaf for path, leaf in leaves}
-
-
-def _key(path):
-  return jax.tree_util.keystr(path, simple=True, separator='/')

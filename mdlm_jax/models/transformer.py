@@ -9,7 +9,8 @@ dict of float32 arrays in which the blocks are stacked on axis 0:
 RMSNorm before each branch (Zhang and Sennrich, 2019), rotary positions (Su et
 al., 2021), SwiGLU (Shazeer, 2020), optionally grouped key/value heads (Ainslie
 et al., 2023) and adaptive norms driven by the noise level (Peebles and Xie,
-2023).
+2023). Biases, norms of queries and keys, and scales of embeddings and logits
+are those in which published models differ; `families` says which has what.
 """
 
 import dataclasses
@@ -33,6 +34,7 @@ from mdlm_jax.models.attention import (
 Params = dict
 
 _DTYPES = ('float32', 'bfloat16')
+_QK_NORMS = ('head', 'projection')
 _TIME_FREQUENCIES = 64
 # Spread of a fresh network's logits: small, so that it starts near the uniform
 # distribution over the vocabulary.
@@ -50,7 +52,8 @@ class TransformerConfig:
     vocab_size: rows of the embedding table, special ids included.
     num_layers: number of blocks.
     model_dim: width of the residual stream.
-    num_heads: query heads; must divide `model_dim` into heads of even width.
+    num_heads: query heads; without `head_width` they must divide `model_dim`
+      into heads of even width.
     mlp_dim: hidden width of SwiGLU.
     max_length: longest sequence accepted, the trained length.
     num_kv_heads: key/value heads, a divisor of `num_heads`; None: one each.
@@ -58,8 +61,18 @@ class TransformerConfig:
     tied_head: whether the head is the transposed embedding table.
     rope_base: base of the rotary wavelengths.
     norm_eps: added to the mean square under the root.
-    dtype: compute dtype, 'float32' or 'bfloat16'. Parameters, norms, softmax
-      and logits are float32 either way.
+    dtype: compute dtype, 'float32' or 'bfloat16'. Norms, softmax and logits are
+      computed in float32 either way.
+    head_width: width of a head, even; None: `model_dim / num_heads`.
+    qkv_bias: whether queries, keys and values have a bias.
+    qk_norm: RMSNorm of queries and keys before the rotation: of each 'head'
+      (Henry et al., 2020), or of the whole 'projection' at once.
+    embedding_scale: factor of the embedded ids; None: the inverse of the spread
+      of a fresh table, so that the stream begins with unit variance.
+    logit_scale: factor of the logits.
+    rope_dtype: to which the rotary cosines and sines are rounded.
+    shifted: whether the logits at a slot are those of the token after it, as in
+      a network that began as an autoregressive one (`Denoiser.shifted`).
 
   Raises:
     ValueError: for a value outside these ranges.
@@ -77,6 +90,13 @@ class TransformerConfig:
   rope_base: float = 10_000.0
   norm_eps: float = 1e-6
   dtype: str = 'float32'
+  head_width: int | None = None
+  qkv_bias: bool = False
+  qk_norm: str | None = None
+  embedding_scale: float | None = None
+  logit_scale: float = 1.0
+  rope_dtype: str = 'float32'
+  shifted: bool = False
 
   def __post_init__(self):
     for name in (
@@ -88,7 +108,13 @@ class TransformerConfig:
       'max_length',
     ):
       _require_positive_int(name, getattr(self, name))
-    if self.model_dim % (2 * self.num_heads):
+    if self.head_width is not None:
+      _require_positive_int('head_width', self.head_width)
+      if self.head_width % 2:
+        raise ValueError(
+          f'head_width={self.head_width} must be even for rotary positions'
+        )
+    elif self.model_dim % (2 * self.num_heads):
       raise ValueError(
         f'model_dim={self.model_dim} must be a multiple of 2 * num_heads='
         f'{2 * self.num_heads}: rotary positions need heads of even width'
@@ -100,17 +126,25 @@ class TransformerConfig:
           f'num_kv_heads={self.num_kv_heads} must divide '
           f'num_heads={self.num_heads}'
         )
-    for name in ('rope_base', 'norm_eps'):
-      if not 0 < getattr(self, name) < float('inf'):
+    for name in ('rope_base', 'norm_eps', 'embedding_scale', 'logit_scale'):
+      value = getattr(self, name)
+      if name == 'embedding_scale' and value is None:
+        continue
+      if not 0 < value < float('inf'):
+        raise ValueError(f'{name}={value} must be positive and finite')
+    for name in ('dtype', 'rope_dtype'):
+      if getattr(self, name) not in _DTYPES:
         raise ValueError(
-          f'{name}={getattr(self, name)} must be positive and finite'
+          f'{name}={getattr(self, name)!r} must be one of {_DTYPES}'
         )
-    if self.dtype not in _DTYPES:
-      raise ValueError(f'dtype={self.dtype!r} must be one of {_DTYPES}')
+    if self.qk_norm is not None and self.qk_norm not in _QK_NORMS:
+      raise ValueError(
+        f'qk_norm={self.qk_norm!r} must be None or one of {_QK_NORMS}'
+      )
 
   @property
   def head_dim(self) -> int:
-    return self.model_dim // self.num_heads
+    return self.head_width or self.model_dim // self.num_heads
 
   @property
   def kv_heads(self) -> int:
@@ -159,6 +193,7 @@ def denoiser(config: TransformerConfig) -> predict.Denoiser:
     functools.partial(_features, config),
     functools.partial(_head, config),
     time_free=not config.time_conditioning,
+    shifted=config.shifted,
   )
 
 
@@ -183,16 +218,26 @@ class Block(nnx.Module):
   def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
     self.config = config
     dim, mlp_dim = config.model_dim, config.mlp_dim
+    q_dim = config.num_heads * config.head_dim
     kv_dim = config.kv_heads * config.head_dim
     linear = functools.partial(_linear, config, rngs)
+    project = functools.partial(linear, dim, bias=config.qkv_bias)
     # Each of the 2 * num_layers branches adds its share of unit variance.
     branch_scale = 1 / (2 * config.num_layers)
-    self.attention_norm = _norm(config, rngs)
-    self.query = linear(dim, dim)
-    self.key = linear(dim, kv_dim)
-    self.value = linear(dim, kv_dim)
-    self.attention_out = linear(dim, dim, scale=branch_scale)
-    self.mlp_norm = _norm(config, rngs)
+    self.attention_norm = _norm(config, rngs, dim)
+    self.query = project(q_dim)
+    self.key = project(kv_dim)
+    self.value = project(kv_dim)
+    if config.qk_norm is not None:
+      per_head = config.qk_norm == 'head'
+      self.query_norm = _norm(
+        config, rngs, config.head_dim if per_head else q_dim
+      )
+      self.key_norm = _norm(
+        config, rngs, config.head_dim if per_head else kv_dim
+      )
+    self.attention_out = linear(q_dim, dim, scale=branch_scale)
+    self.mlp_norm = _norm(config, rngs, dim)
     self.gate = linear(dim, mlp_dim)
     self.up = linear(dim, mlp_dim)
     self.mlp_out = linear(mlp_dim, dim, scale=branch_scale)
@@ -216,12 +261,17 @@ class Block(nnx.Module):
     return jnp.split(self.modulation(time_embedding)[:, None], 6, axis=-1)
 
   def _attend(self, x, cos, sin, mask):
-    q, k, v = (
-      project(x).reshape(*x.shape[:2], -1, self.config.head_dim)
-      for project in (self.query, self.key, self.value)
-    )
+    def heads(projected):
+      return projected.reshape(*x.shape[:2], -1, self.config.head_dim)
+
+    q, k, v = self.query(x), self.key(x), self.value(x)
+    if self.config.qk_norm == 'projection':
+      q, k = self.query_norm(q), self.key_norm(k)
+    q, k, v = heads(q), heads(k), heads(v)
+    if self.config.qk_norm == 'head':
+      q, k = self.query_norm(q), self.key_norm(k)
     mixed = attention(rotate(q, cos, sin), rotate(k, cos, sin), v, mask)
-    return self.attention_out(mixed.reshape(x.shape))
+    return self.attention_out(mixed.reshape(*x.shape[:2], -1))
 
   def _mlp(self, x):
     return self.mlp_out(jax.nn.silu(self.gate(x)) * self.up(x))
@@ -238,7 +288,7 @@ class Outer(nnx.Module):
     self.embedding = nnx.Param(
       table_init(rngs.params(), (config.vocab_size, dim))
     )
-    self.norm = _norm(config, rngs)
+    self.norm = _norm(config, rngs, dim)
     if not config.tied_head:
       self.head = nnx.Param(table_init(rngs.params(), (config.vocab_size, dim)))
     if config.time_conditioning:
@@ -252,7 +302,9 @@ class Outer(nnx.Module):
       rows = jnp.matmul(one_hot, table, precision='highest')
     else:
       rows = table[ids]
-    scale = self.config.model_dim**0.5 / _LOGIT_STD
+    scale = self.config.embedding_scale
+    if scale is None:
+      scale = self.config.model_dim**0.5 / _LOGIT_STD
     return (rows * scale).astype(self.config.dtype)
 
   def embed_time(self, t):
@@ -264,27 +316,30 @@ class Outer(nnx.Module):
 
   def logits(self, hidden):
     table = self.embedding if self.config.tied_head else self.head
-    return jnp.einsum(
+    logits = jnp.einsum(
       'bld,vd->blv',
       hidden,
       table[...].astype(hidden.dtype),
       preferred_element_type=jnp.float32,
     )
+    if self.config.logit_scale != 1:  # One pass over the logits less.
+      logits *= self.config.logit_scale
+    return logits
 
 
-def _norm(config, rngs):
+def _norm(config, rngs, dim):
   return nnx.RMSNorm(
-    config.model_dim, epsilon=config.norm_eps, dtype=config.dtype, rngs=rngs
+    dim, epsilon=config.norm_eps, dtype=config.dtype, rngs=rngs
   )
 
 
-def _linear(config, rngs, in_dim, out_dim, *, scale=1.0):
-  """No bias; outputs of variance `scale` for inputs of unit variance."""
+def _linear(config, rngs, in_dim, out_dim, *, scale=1.0, bias=False):
+  """Outputs of variance `scale` for inputs of unit variance."""
   std = (scale / in_dim) ** 0.5
   return nnx.Linear(
     in_dim,
     out_dim,
-    use_bias=False,
+    use_bias=bias,
     kernel_init=nnx.initializers.normal(std),
     dtype=config.dtype,
     rngs=rngs,
@@ -321,8 +376,7 @@ def _features(
   angles = rotary_angles(positions, config.head_dim, config.rope_base)
   shared = (
     outer.embed_time(t),
-    jnp.cos(angles),
-    jnp.sin(angles),
+    *(_rounded(f(angles), config.rope_dtype) for f in (jnp.cos, jnp.sin)),
     attention_mask(valid, segments),
   )
 
@@ -344,3 +398,11 @@ def _features(
 
 def _head(config, params, hidden):
   return _outer(config, params).logits(hidden)
+
+
+def _rounded(x, dtype):
+  """float32 values that `dtype` can hold; XLA may drop a pair of casts."""
+  if dtype == 'float32':
+    return x
+  info = jnp.finfo(dtype)
+  return jax.lax.reduce_precision(x, info.nexp, info.nmant)

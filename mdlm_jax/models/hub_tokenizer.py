@@ -1,0 +1,141 @@
+"""The tokenizer of a published model, without its code."""
+
+import dataclasses
+import itertools
+import os
+import pathlib
+from collections.abc import Sequence
+
+import numpy as np
+import tokenizers
+from jaxtyping import ArrayLike, Int
+
+from mdlm_jax.models import json_files
+from mdlm_jax.vocab import Vocab
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TokenizerFiles:
+  """What the tokenizer's files of a directory say; each of them may be missing.
+
+  Attributes:
+    backend: from tokenizer.json, None without it.
+    special: role to text, such as 'mask_token' to '<|mask|>'.
+    added: text to id of the tokens that tokenizer_config.json lists.
+  """
+
+  backend: tokenizers.Tokenizer | None
+  special: dict[str, str]
+  added: dict[str, int]
+
+  def special_id(self, role: str) -> int | None:
+    """The id of a role such as 'mask_token'; None where no file tells."""
+    text = self.special.get(role)
+    if text is None:
+      return None
+    known = None if self.backend is None else self.backend.token_to_id(text)
+    return self.added.get(text) if known is None else known
+
+  @property
+  def ids(self) -> set[int] | None:
+    """The ids that have a token; None where they are not known."""
+    if self.backend is None:
+      return None
+    return set(self.backend.get_vocab(with_added_tokens=True).values())
+
+
+def read_files(directory: str | os.PathLike) -> TokenizerFiles:
+  """Reads tokenizer.json, tokenizer_config.json and special_tokens_map.json.
+
+  Raises:
+    OSError: a file cannot be read.
+    ValueError: a file is damaged.
+  """
+  directory = pathlib.Path(directory)
+  settings = json_files.read_if_any(directory / 'tokenizer_config.json')
+  roles = json_files.read_if_any(directory / 'special_tokens_map.json')
+  special = {
+    role: token.get('content') if isinstance(token, dict) else token
+    for role, token in (roles | settings).items()
+    if role.endswith('_token') and isinstance(token, dict | str)
+  }
+  added = {
+    token['content']: int(i)
+    for i, token in settings.get('added_tokens_decoder', {}).items()
+  }
+  path, backend = directory / 'tokenizer.json', None
+  if path.exists():
+    try:
+      backend = tokenizers.Tokenizer.from_str(path.read_text('utf-8'))
+    except Exception as error:  # The library raises nothing more specific.
+      raise ValueError(f'{path} is no tokenizer: {error}') from None
+  return TokenizerFiles(backend, special, added)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class HubTokenizer:
+  """Text to ids and back by a tokenizer.json.
+
+  Attributes:
+    backend: the tokenizer.
+    vocab: roles of the ids.
+  """
+
+  backend: tokenizers.Tokenizer
+  vocab: Vocab
+
+  def encode(self, text: str) -> Int[np.ndarray, 'n']:
+    """Ids of a text, int32, without the tokens that begin or end a sequence.
+
+    A special token that is written out in the text becomes its id.
+    """
+    ids = self.backend.encode(text, add_special_tokens=False).ids
+    return np.array(ids, np.int32)
+
+  def decode(
+    self, ids: Sequence[int] | Int[ArrayLike, 'n'], *, mask: str = ''
+  ) -> str:
+    """Text of ids without special tokens; MASK is written as `mask`."""
+    runs = itertools.groupby(
+      np.asarray(ids).tolist(), self.vocab.mask_id.__eq__
+    )
+    return ''.join(
+      mask * len(list(run)) if masked else self.backend.decode(list(run))
+      for masked, run in runs
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class NoTokenizer:
+  """Ids in place of text, for a directory without tokenizer.json.
+
+  Attributes:
+    directory: named where text was asked for.
+    vocab: roles of the ids.
+  """
+
+  directory: pathlib.Path
+  vocab: Vocab
+
+  def encode(self, text: str) -> Int[np.ndarray, 'n']:
+    """No ids of no text.
+
+    Raises:
+      ValueError: for any text.
+    """
+    if text:
+      raise ValueError(
+        f'{self.directory} has no tokenizer.json to encode {text!r} with; a '
+        'prompt can be given as ids'
+      )
+    return np.zeros(0, np.int32)
+
+  def decode(
+    self, ids: Sequence[int] | Int[ArrayLike, 'n'], *, mask: str = ''
+  ) -> str:
+    """The ids as numbers; MASK is written as `mask`."""
+    words = [
+      mask if i == self.vocab.mask_id else str(i)
+      for i in np.asarray(ids).tolist()
+    ]
+    return ' '.join(filter(None, words))

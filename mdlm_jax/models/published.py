@@ -1,0 +1,216 @@
+"""Models as they are downloaded from a hub; `families` says which are known.
+
+config.json            shape of the network, roles of the ids
+*.safetensors          parameters, in one file or in many with an index
+tokenizer.json         optional; without it prompts are ids
+tokenizer_config.json, special_tokens_map.json, generation_config.json
+                       optional; roles of ids that config.json does not tell
+
+Nothing in a directory is run or unpickled.
+"""
+
+import dataclasses
+import functools
+import os
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mdlm_jax import schedules
+from mdlm_jax.models import (
+  families,
+  hub_tokenizer,
+  json_files,
+  param_tree,
+  shards,
+  transformer,
+)
+from mdlm_jax.models.pretrained import Pretrained
+from mdlm_jax.vocab import Vocab
+
+_DTYPES = ('float32', 'bfloat16')
+
+
+def load(
+  directory: str | os.PathLike, *, dtype: str | None = None
+) -> Pretrained:
+  """Reads a directory of a published model.
+
+  Tensors go one by one from their file to their place in `dtype`, so that the
+  host holds the model (or nothing of it, where the default device is another)
+  and the largest tensor.
+
+  Args:
+    directory: as it was downloaded.
+    dtype: of the parameters and of the network, 'float32' or 'bfloat16'; None:
+      that of the files, float32 where they hold anything wider than bfloat16.
+
+  Returns:
+    The model. Its history is empty, its schedule the linear one, under which
+    all of these families were trained.
+
+  Raises:
+    OSError: a file is missing or cannot be read.
+    ValueError: an architecture or a setting that is not known; tensors that are
+      missing, unused or misshapen, all of them listed; a damaged file; weights
+      only as a pickle; an id without the role that it needs.
+  """
+  if dtype not in (None, *_DTYPES):
+    raise ValueError(f'{dtype=} must be None or one of {", ".join(_DTYPES)}')
+  directory = pathlib.Path(directory)
+  content = json_files.read(directory / 'config.json')
+  generation = json_files.read_if_any(directory / 'generation_config.json')
+  files = hub_tokenizer.read_files(directory)
+  layout = families.layout(content)
+  vocab = _vocab(layout, (content, generation), files)
+  if files.backend is None:
+    tokenizer = hub_tokenizer.NoTokenizer(directory, vocab)
+  else:
+    tokenizer = hub_tokenizer.HubTokenizer(files.backend, vocab)
+  entries = shards.entries(directory)
+  dtype = dtype or shards.dtype_of(entries.values())
+  config = dataclasses.replace(layout.config, dtype=dtype)
+  return Pretrained(
+    config,
+    transformer.denoiser(config),
+    load_params(layout, entries, dtype),
+    vocab,
+    tokenizer,
+    schedules.linear(),
+    {},
+  )
+
+
+def load_params(
+  layout: families.Layout, entries: dict[str, shards.Entry], dtype: str
+) -> transformer.Params:
+  """The parameters of a layout, streamed from files.
+
+  Args:
+    layout: which tensor becomes which parameters.
+    entries: the tensors of the files.
+    dtype: of the parameters.
+
+  Returns:
+    Nested dict, as `transformer.init` gives it.
+
+  Raises:
+    ValueError: tensors that are missing, unused or misshapen; a copy that
+      differs from its original.
+  """
+  leaves = param_tree.shapes(layout.config)
+  targets = _targets(layout)
+  _check_entries(layout, targets, leaves, entries)
+  _check_copies(layout, entries)
+  arrays = {}
+  used = {key: entry for key, entry in entries.items() if key in targets}
+  for key, tensor in shards.tensors(used):
+    mapping, layer = targets[key]
+    for name in mapping.leaves:
+      if name not in arrays:
+        arrays[name] = jnp.zeros(leaves[name].shape, dtype)
+    written = _written(
+      tuple(arrays.pop(name) for name in mapping.leaves),
+      tensor,
+      layer,
+      from_file=mapping.from_file,
+    )
+    arrays.update(zip(mapping.leaves, written, strict=True))
+  return param_tree.nested(arrays)
+
+
+@functools.partial(
+  jax.jit, static_argnames='from_file', donate_argnames='leaves'
+)
+def _written(leaves, tensor, layer, *, from_file):
+  """Leaves with one tensor of a file at `layer`, or whole where it is None."""
+  parts = from_file(tensor)
+  return tuple(
+    part.astype(leaf.dtype)
+    if layer is None
+    else leaf.at[layer].set(part.astype(leaf.dtype))
+    for leaf, part in zip(leaves, parts, strict=True)
+  )
+
+
+def _targets(layout):
+  """Every key that the files should have, with its mapping and its layer."""
+  targets = {key: (mapping, None) for key, mapping in layout.outer.items()}
+  for layer in range(layout.config.num_layers):
+    for key, mapping in layout.layer.items():
+      targets[key.format(layer)] = mapping, layer
+  return targets
+
+
+def _check_entries(layout, targets, leaves, entries):
+  """ValueError with every key that is missing, unused or misshapen."""
+
+  def shape_in_file(mapping, layer):
+    parts = [
+      jax.ShapeDtypeStruct(leaf.shape[layer is not None :], leaf.dtype)
+      for leaf in (leaves[name] for name in mapping.leaves)
+    ]
+    return jax.eval_shape(mapping.to_file, *parts).shape
+
+  expected = {key: shape_in_file(*target) for key, target in targets.items()}
+  known = expected.keys() | layout.copies.keys()
+  problems = [f'missing {key}' for key in expected.keys() - entries.keys()]
+  problems += [f'unused {key}' for key in entries.keys() - known]
+  problems += [
+    f'{key} is {list(entries[key].shape)}, must be {list(shape)}'
+    for key, shape in expected.items()
+    if key in entries and entries[key].shape != shape
+  ]
+  if problems:
+    raise ValueError(
+      'the tensors of the files do not fit config.json: '
+      f'{"; ".join(sorted(problems))}'
+    )
+
+
+def _check_copies(layout, entries):
+  for copy, original in layout.copies.items():
+    if copy not in entries:
+      continue
+    both = {key: entries[key] for key in (copy, original)}
+    first, second = (tensor for _, tensor in shards.tensors(both))
+    if not np.array_equal(first, second):
+      raise ValueError(
+        f'{copy} differs from {original}, but config.json ties the two'
+      )
+
+
+def _vocab(layout, configs, files):
+  """Roles of the ids, from whichever file tells them."""
+
+  def role(name):
+    """Ids that the files give a role, in order and without repetition."""
+    ids = []
+    for config in configs:
+      value = config.get(f'{name}_token_id')
+      ids += value if isinstance(value, list) else [value]
+    ids.append(files.special_id(f'{name}_token'))
+    return list(dict.fromkeys(i for i in ids if i is not None))
+
+  mask_ids = role('mask') if layout.mask_id is None else [layout.mask_id]
+  if not mask_ids:
+    raise ValueError(
+      'no MASK: config.json has no mask_token_id and tokenizer_config.json no '
+      'mask_token with an id'
+    )
+  size, eos_ids = layout.config.vocab_size, role('eos')
+  pad_id, bos_id = ((role(name) or [None])[0] for name in ('pad', 'bos'))
+  forbidden = set(range(layout.num_tokens, size))
+  if files.ids is not None:
+    forbidden |= set(range(size)) - files.ids
+  return Vocab(
+    size=size,
+    mask_id=mask_ids[0],
+    pad_id=pad_id,
+    bos_id=bos_id,
+    eos_ids=eos_ids,
+    forbidden_ids=sorted(forbidden - {mask_ids[0]}),
+    pad_is_eos=pad_id is not None and pad_id in eos_ids,
+  )
