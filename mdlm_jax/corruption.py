@@ -10,8 +10,6 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from mdlm_jax import noise, schedules
 from mdlm_jax.checks import check_values
 
-_LINEAR = schedules.linear()
-
 
 class Corruption(NamedTuple):
   """Corrupted tokens and where they were masked.
@@ -33,7 +31,7 @@ def corrupt(
   valid: Bool[Array, 'B L'],
   *,
   mask_id: int,
-  schedule: schedules.Schedule = _LINEAR,
+  schedule: schedules.Schedule = schedules.linear(),
   row_ids: Int[Array, 'B'] | None = None,
   positions: Int[Array, 'B L'] | None = None,
   protected: Bool[Array, 'B L'] | None = None,

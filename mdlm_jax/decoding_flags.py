@@ -13,7 +13,8 @@ from absl import flags
 from mdlm_jax import blocks, draws, guidance, named_rules
 from mdlm_jax.canvas import Canvas
 from mdlm_jax.rules import Rule
-from mdlm_jax.schedules import Schedule
+from mdlm_jax.rules.contract import no_noise
+from mdlm_jax.schedules import Schedule, linear
 from mdlm_jax.vocab import Vocab
 
 # Flags belong to the program that asks for them, in its --help too.
@@ -168,7 +169,7 @@ def check(holders: Flags) -> None:
     raise ValueError(f'--cfg_scale={scale} must be finite and at least -1')
   if holders['stop_at_eos'].value and holders['eos'].value == 'forbid':
     raise ValueError('--stop_at_eos cannot act with --eos=forbid')
-  _rule(holders, 1 if rule.plans else None, named_rules.LINEAR)
+  _rule(holders, 1 if rule.plans else None, linear())
   _draw(holders)
 
 
@@ -219,7 +220,7 @@ def decoding_of(
     num_equal_rows > 1
     and value['temperature'] == 0
     and _score_name(holders) != 'random'
-    and rule.noise is Rule._field_defaults['noise']
+    and rule.noise is no_noise
   ):
     raise ValueError(
       f'--num_samples={num_equal_rows} would be equal samples: nothing is '

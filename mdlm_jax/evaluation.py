@@ -21,8 +21,6 @@ from mdlm_jax import (
 from mdlm_jax.tokenizer import Tokenizer
 from mdlm_jax.vocab import Vocab
 
-_LINEAR = schedules.linear()
-
 
 class HeldOutBound(NamedTuple):
   """An estimate of the continuous-time bound on -log p(text).
@@ -52,7 +50,7 @@ def held_out_bound(
   valid: Bool[np.ndarray, 'N L'],
   *,
   vocab: Vocab,
-  schedule: schedules.Schedule = _LINEAR,
+  schedule: schedules.Schedule = schedules.linear(),
   num_replicates: int = 8,
   batch_size: int = 64,
   t_min: float = 1e-4,
@@ -132,7 +130,7 @@ def evaluate_documents(
   documents: Sequence[data.Document],
   *,
   length: int,
-  schedule: schedules.Schedule = _LINEAR,
+  schedule: schedules.Schedule = schedules.linear(),
   num_replicates: int = 8,
   batch_size: int = 64,
   seed: int = 0,

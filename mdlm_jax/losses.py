@@ -16,8 +16,6 @@ from jaxtyping import Array, Bool, Float, Int
 from mdlm_jax import schedules
 from mdlm_jax.checks import check_values
 
-_LINEAR = schedules.linear()
-
 
 class Total(NamedTuple):
   """A sum and the number of things it runs over; added with `jax.tree.map`.
@@ -43,7 +41,7 @@ def continuous_bound(
   valid: Bool[Array, 'B L'],
   t: Float[Array, 'B'],
   *,
-  schedule: schedules.Schedule = _LINEAR,
+  schedule: schedules.Schedule = schedules.linear(),
 ) -> Total:
   """The continuous-time bound on -log p(x), one draw of t and mask per row.
 
@@ -86,7 +84,7 @@ def discrete_bound(
   t: Float[Array, 'B'],
   *,
   num_steps: int,
-  schedule: schedules.Schedule = _LINEAR,
+  schedule: schedules.Schedule = schedules.linear(),
 ) -> Total:
   """The bound of a chain of T steps, one draw of the step and mask per row.
 
@@ -153,7 +151,7 @@ def answer_loss(
   answer: Bool[Array, 'B L'],
   t: Float[Array, 'B'],
   *,
-  schedule: schedules.Schedule = _LINEAR,
+  schedule: schedules.Schedule = schedules.linear(),
 ) -> Total:
   """LLaDA's fine-tuning loss: each row's bound per token of its own answer.
 

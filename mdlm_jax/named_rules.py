@@ -13,8 +13,6 @@ from mdlm_jax.rules import sigmas
 from mdlm_jax.rules.contract import Rule
 from mdlm_jax.schedules import Schedule
 
-LINEAR = schedules.linear()
-
 
 class Setting(NamedTuple):
   """A number or a name that some rules read.
@@ -340,7 +338,7 @@ WRAPPERS: dict[str, NamedRule] = {
 def named_rule(
   name: str,
   num_steps: int | None = None,
-  schedule: Schedule = LINEAR,
+  schedule: Schedule = schedules.linear(),
   **settings,
 ) -> Rule:
   """The rule of a name.

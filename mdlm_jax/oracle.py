@@ -28,7 +28,6 @@ from mdlm_jax.sampling_step import Decoding, Inputs
 from mdlm_jax.schedules import Schedule, linear
 from mdlm_jax.vocab import Vocab
 
-_LINEAR = linear()
 _CHUNK = 256  # States that are run at once.
 
 
@@ -129,7 +128,7 @@ def sampler_law(
   rule: Rule,
   draw: Draw | None = None,
   denoiser: Denoiser | None = None,
-  schedule: Schedule = _LINEAR,
+  schedule: Schedule = linear(),
   blocks: Blocks | None = None,
   guidance: Guidance | None = None,
   constraint: Constraint | None = None,

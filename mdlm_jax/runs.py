@@ -305,6 +305,37 @@ def train(
   """
   run = prepare(config)
   settings = run_settings(config, run)
+  stopped_by = train_model(config, run, settings, workdir, resume=resume)
+  if stopped_by is not None:
+    return 130 if stopped_by == signal.SIGINT else 0
+  evaluate(config, run, workdir)
+  return 0
+
+
+def train_model(
+  config: ConfigDict,
+  run: Run,
+  settings: dict,
+  workdir: pathlib.Path,
+  *,
+  resume: bool = True,
+) -> int | None:
+  """Trains, or goes on, and writes the model.
+
+  Args:
+    config: of the run.
+    run: what it stands for.
+    settings: as `run_settings` makes them.
+    workdir: made if missing; a run that it holds goes on.
+    resume: whether it may.
+
+  Returns:
+    The signal that ended the run early, or None.
+
+  Raises:
+    ValueError, OSError: `workdir` holds another run.
+    FloatingPointError: training diverged.
+  """
   iterator = data.batches(
     run.windows, batch_size=config.data.batch_size, seed=config.seed
   )
@@ -335,9 +366,7 @@ def train(
   export(config, run, settings, state, workdir)
   if stopped_by is not None:
     print(f'stopped at step {int(state.step)}; the same command resumes')
-    return 130 if stopped_by == signal.SIGINT else 0
-  evaluate(config, run, workdir)
-  return 0
+  return stopped_by
 
 
 def export(config, run, settings, state, workdir):

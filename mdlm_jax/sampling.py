@@ -23,8 +23,6 @@ from mdlm_jax.sampling_step import Decoding, Inputs, SamplerState
 from mdlm_jax.schedules import Schedule, linear
 from mdlm_jax.vocab import Vocab
 
-_LINEAR = linear()
-
 
 class SampleResult(NamedTuple):
   """What a sampler returns; S is the blocks times the calls of each.
@@ -77,7 +75,7 @@ def sample(
   vocab: Vocab,
   rule: Rule,
   draw: Draw | None = None,
-  schedule: Schedule = _LINEAR,
+  schedule: Schedule = linear(),
   blocks: Blocks | None = None,
   guidance: Guidance | None = None,
   constraint: Constraint | None = None,

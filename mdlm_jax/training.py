@@ -17,7 +17,6 @@ from mdlm_jax import losses, predict, schedules, time_draws
 from mdlm_jax.vocab import Vocab
 
 Params = Any
-_LINEAR = schedules.linear()
 
 
 class TrainState(NamedTuple):
@@ -185,7 +184,7 @@ def train_step(
   *,
   vocab: Vocab,
   ema_decay: float,
-  schedule: schedules.Schedule = _LINEAR,
+  schedule: schedules.Schedule = schedules.linear(),
   times: Callable = time_draws.stratified_times,
   t_min: float = 0.0,
   weight_power: float = 1.0,

@@ -155,7 +155,7 @@ def test_decoders_runs_on_a_small_model(small_model, tmp_path, capsys):
     f'--checkpoint={small_model}',
     '--num_samples=3',
     '--length=16',
-    '--axis=blocks',
+    '--axes=blocks',
     f'--json={tmp_path / "decoders.json"}',
     f'--plot={tmp_path / "decoders.png"}',
   )

@@ -64,7 +64,8 @@ class Update(NamedTuple):
   done: Bool[Array, ''] | None = None
 
 
-def _no_noise(row_key, positions):
+def no_noise(row_key, positions):
+  """The noise of a rule in which nothing is random."""
   del row_key, positions
   return ()
 
@@ -108,7 +109,7 @@ class Rule(NamedTuple):
 
   calls: Callable
   update: Callable
-  noise: Callable = _no_noise
+  noise: Callable = no_noise
   init: Callable = _no_state
   cells: Callable = _one_cell
   adaptive: bool = False

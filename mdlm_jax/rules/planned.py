@@ -16,8 +16,6 @@ from mdlm_jax.rules.laws import order_cells
 from mdlm_jax.rules.reverse_kernel import kernel
 from mdlm_jax.schedules import Schedule, linear, plan_counts
 
-_LINEAR = linear()
-
 
 @interned
 def by_confidence(num_steps: int, *, counts: Callable = plan_counts) -> Rule:
@@ -161,7 +159,7 @@ def by_sampled_confidence(
 
 @interned
 def by_binomial_confidence(
-  grid: tuple[float, ...], schedule: Schedule = _LINEAR
+  grid: tuple[float, ...], schedule: Schedule = linear()
 ) -> Rule:
   """As many slots as the reverse kernel would reveal, the most confident ones.
 

@@ -14,14 +14,12 @@ from mdlm_jax.rules.log_probs import log_probs_of
 from mdlm_jax.rules.sigmas import check_sigmas, mask_levels
 from mdlm_jax.schedules import Schedule, linear
 
-_LINEAR = linear()
-
 
 @interned
 def remasking(
   grid: tuple[float, ...],
   sigmas: tuple[float, ...],
-  schedule: Schedule = _LINEAR,
+  schedule: Schedule = linear(),
   *,
   by_confidence: bool = False,
 ) -> Rule:

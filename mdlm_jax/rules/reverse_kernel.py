@@ -20,13 +20,11 @@ from mdlm_jax.schedules import (
   reveal_probability,
 )
 
-_LINEAR = linear()
-
 
 @interned
 def kernel(
   grid: tuple[float, ...],
-  schedule: Schedule = _LINEAR,
+  schedule: Schedule = linear(),
   *,
   cached: bool = False,
 ) -> Rule:
@@ -103,7 +101,7 @@ class HitNoise(NamedTuple):
 
 
 @interned
-def first_hitting(schedule: Schedule = _LINEAR, *, per_call: int = 1) -> Rule:
+def first_hitting(schedule: Schedule = linear(), *, per_call: int = 1) -> Rule:
   """The reverse process in continuous time, from event to event.
 
   With n slots MASK at a time t of masked probability m = 1 - alpha(t), the next

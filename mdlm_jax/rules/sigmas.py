@@ -11,8 +11,6 @@ from jaxtyping import Float
 
 from mdlm_jax.schedules import Schedule, check_grid, linear
 
-_LINEAR = linear()
-
 Grid = tuple[float, ...]
 
 
@@ -23,7 +21,7 @@ def mask_levels(grid: Grid, schedule: Schedule) -> Float[np.ndarray, 'levels']:
     return np.asarray(masked, np.float64)
 
 
-def bounds(grid: Grid, schedule: Schedule = _LINEAR) -> tuple[float, ...]:
+def bounds(grid: Grid, schedule: Schedule = linear()) -> tuple[float, ...]:
   """The largest feasible sigma of each step.
 
   min(1, (1 - alpha_s) / alpha_t), and 1 where alpha_t = 0 and nothing is
@@ -47,7 +45,7 @@ def bounds(grid: Grid, schedule: Schedule = _LINEAR) -> tuple[float, ...]:
 
 
 def cap(
-  grid: Grid, eta: float, schedule: Schedule = _LINEAR
+  grid: Grid, eta: float, schedule: Schedule = linear()
 ) -> tuple[float, ...]:
   """ReMDM-cap: sigma = min(bound, eta) (arXiv 2503.00307, section 4.1).
 
@@ -71,7 +69,7 @@ def cap(
 
 
 def rescale(
-  grid: Grid, eta: float, schedule: Schedule = _LINEAR
+  grid: Grid, eta: float, schedule: Schedule = linear()
 ) -> tuple[float, ...]:
   """ReMDM-rescale: sigma = eta bound (arXiv 2503.00307, section 4.1).
 
@@ -86,7 +84,7 @@ def rescale(
 
 
 def flow_corrector(
-  grid: Grid, beta: float, schedule: Schedule = _LINEAR
+  grid: Grid, beta: float, schedule: Schedule = linear()
 ) -> tuple[float, ...]:
   """The corrector of discrete flow matching with backward weight beta.
 
@@ -124,7 +122,7 @@ def flow_corrector(
 
 
 def forward_backward(
-  grid: Grid, schedule: Schedule = _LINEAR
+  grid: Grid, schedule: Schedule = linear()
 ) -> tuple[float, ...]:
   """The forward-backward corrector (Campbell et al. 2022, arXiv 2205.14987).
 
@@ -140,7 +138,7 @@ def forward_backward(
 
 
 def psi(
-  grid: Grid, kappa: float, schedule: Schedule = _LINEAR
+  grid: Grid, kappa: float, schedule: Schedule = linear()
 ) -> tuple[float, ...]:
   """Psi-samplers: the reverse posterior mixed with a fresh forward marginal.
 
@@ -203,7 +201,7 @@ def switch(
 def loop(
   times: Grid,
   eta: float,
-  schedule: Schedule = _LINEAR,
+  schedule: Schedule = linear(),
   *,
   t_on: float = 0.55,
   t_off: float = 0.05,

@@ -55,7 +55,9 @@ _LENGTH = flags.DEFINE_integer(
   'length', 64, 'Tokens per sample, a multiple of 8.', 16
 )
 _NUM_SAMPLES = flags.DEFINE_integer('num_samples', 32, 'Samples per line.', 2)
-_AXES = flags.DEFINE_multi_enum('axis', None, AXES, 'Only these axes.')
+_AXES = flags.DEFINE_multi_enum(
+  'axes', None, AXES, 'Only these axes; the flag may be repeated.'
+)
 _SEED = flags.DEFINE_integer('seed', 0, 'Of the samples.', 0, 2**32 - 1)
 _PLOT = flags.DEFINE_string('plot', None, 'Writes a plot to this file.')
 _JSON = flags.DEFINE_string('json', None, 'Writes the numbers to this file.')

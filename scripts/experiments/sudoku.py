@@ -68,7 +68,7 @@ with command_line.extra('train'):
   import grain  # noqa: F401
   from ml_collections import ConfigDict, config_flags
 
-  from mdlm_jax import checkpoints, runs
+  from mdlm_jax import runs
 
 AXES = ('values', 'positions', 'calls', 'adaptive', 'correction', 'blocks')
 
@@ -357,25 +357,7 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> int | None:
     'train_seconds': 0.0,
     'interval': [],
   }
-  iterator = data.batches(
-    run.windows, batch_size=config.data.batch_size, seed=config.seed
-  )
-  params = transformer.init(run.model, run.init_key)
-  state = training.init_state(params, run.optimizer)
-  with checkpoints.open_directory(
-    workdir / 'checkpoints', keep=config.keep_checkpoints
-  ) as store:
-    if checkpoints.latest_step(store) is not None:
-      saved = checkpoints.latest_settings(store)
-      runs.check_same_run(saved, settings, workdir)
-      state = checkpoints.restore(store, state, iterator)
-      for name in ('train_seconds', 'interval'):
-        settings[name] = saved[name]
-    state, stopped_by = runs.train_steps(
-      config, run, store, settings, workdir, state, iterator
-    )
-  runs.export(config, run, settings, state, workdir)
-  return stopped_by
+  return runs.train_model(config, run, settings, workdir)
 
 
 def _digits(size):
@@ -448,11 +430,11 @@ def main(argv) -> int:
     raise ValueError(
       '--checkpoint is a model that exists; --workdir trains one'
     )
+  stopped_by = None
   if _CONFIG.value is not None:
     stopped_by = train(_CONFIG.value, pathlib.Path(_WORKDIR.value))
-    if stopped_by is not None:
-      print('stopped; the same command goes on')
-      return 130
+  if stopped_by is not None:
+    return 130
   path = directory.find(_WORKDIR.value or _CHECKPOINT.value or PACKAGED)
   model = directory.load(path)
   size = size_of(model)
