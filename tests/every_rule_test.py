@@ -22,7 +22,7 @@ CAP = rules.sigmas.cap(GRID, 0.3)
 
 MONOTONE = {
   'kernel': rules.kernel(GRID),
-  'kernel, cached': rules.kernel(uniform_grid(12), cached=True),
+  'kernel, cached': rules.kernel(uniform_grid(6), cached=True),
   'first hitting': rules.first_hitting(),
   'first hitting, three at once': rules.first_hitting(per_call=3),
   'confidence': rules.by_confidence(4),

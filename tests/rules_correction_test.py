@@ -148,25 +148,6 @@ def test_planners_score_the_slots_they_say():
       planner(row, proposal._replace(planner=None))
 
 
-def test_an_external_planner_decides_end_to_end():
-  """It wants the last slots first, and no A there once it stands."""
-
-  def planner(params, ids, canvas, slots):
-    del params, canvas
-    tokens = jnp.take_along_axis(ids, slots, 1)
-    return slots - 100.0 * (tokens == A)
-
-  result = run(
-    stub(flipped), from_prompts([[]], 4, VOCAB),
-    rules.path_planning(4, planner=rules.external_planner),
-    draw=SHARP, planner=planner, trajectory=True,
-  )  # fmt: skip
-  np.testing.assert_array_equal(
-    result.trajectory[:, 0],
-    [[1, 1, 1, A], [1, 1, A, A], [1, A, A, A], [A, A, A, A]],
-  )
-
-
 def test_path_planning_commits_the_planned_number():
   canvas = from_prompts([[A, B], [], [A] * 4], 7, VOCAB)
   result = run(

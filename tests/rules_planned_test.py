@@ -20,9 +20,8 @@ from small_joints import (
   total_variation,
 )
 
-from mdlm_jax import blocks, draws, oracle, rules, sampling, schedules
+from mdlm_jax import draws, oracle, rules, sampling, schedules
 from mdlm_jax.canvas import from_prompts
-from mdlm_jax.predict import Denoiser
 from mdlm_jax.rules import Proposal, Row
 
 F, T = False, True
@@ -346,50 +345,6 @@ def test_simulation_agrees_with_the_law(rule):
   statistic, freedom = chi_square(law_of(joint, rule), result.ids)
   # Five standard deviations: a false alarm in 10^5.
   assert statistic < freedom + 5 * np.sqrt(2 * freedom)
-
-
-def table_network(table):
-  """A network that says the same at every call: logits `[L, V]`."""
-
-  def features(params, cache, ids, *, at, **unused):
-    logits = jnp.broadcast_to(table, (ids.shape[0], *table.shape))
-    return (
-      logits if at is None else jnp.take_along_axis(logits, at[..., None], 1)
-    ), ()
-
-  return Denoiser(features, lambda params, hidden: hidden)
-
-
-def test_a_block_that_is_less_confident_still_gets_its_counts():
-  # Confidence 0.6 in the first block, 0.9 in the second.
-  best = jnp.array([0.6] * 4 + [0.9] * 4)[:, None]
-  others = jnp.broadcast_to((1 - best) / 2, (8, 2))
-  p = jnp.concatenate([jnp.zeros((8, 2)), best, others], 1)
-  canvas = from_prompts([[]], 8, VOCAB)
-  windows = blocks.blocks_of(canvas, 4)
-  rule = rules.by_confidence(blocks.steps_per_block(4, windows.count))
-  result = sampling.sample(
-    table_network(jnp.log(p)), (), jax.random.key(0), canvas, vocab=VOCAB,
-    rule=rule, blocks=windows, trajectory=True,
-    draw=draws.categorical(temperature=0.0, score=draws.probability),
-  )  # fmt: skip
-  left = (np.asarray(result.trajectory)[:, 0].reshape(4, 2, 4) == 1).sum(2)
-  np.testing.assert_array_equal(left, [[2, 4], [0, 4], [0, 2], [0, 0]])
-
-
-def test_steps_are_shared_by_blocks_and_no_part_of_a_threshold():
-  canvas = from_prompts([[]], 32, VOCAB)
-  windows = blocks.blocks_of(canvas, 4)
-  result = sampling.sample(
-    table_network(jnp.zeros((32, VOCAB.size))), (), jax.random.key(0), canvas,
-    vocab=VOCAB, rule=rules.by_confidence(blocks.steps_per_block(8, 8)),
-    blocks=windows, trajectory=True,
-  )  # fmt: skip
-  assert result.calls == 8
-  left = (np.asarray(result.trajectory) == 1).sum((1, 2))
-  np.testing.assert_array_equal(left, np.arange(28, -1, -4))
-  with pytest.raises(TypeError, match='num_steps'):
-    rules.threshold(0.9, num_steps=8)
 
 
 def test_equal_settings_are_the_same_object():
