@@ -4,8 +4,8 @@
   python benchmarks/sampler.py --vocab_size=32000 --length=256 --model_dim=512 \
     --num_layers=8 --num_steps=4 --repeats=3 --only='kernel|confidence'
 
-A bare call is the network and the maximum of its logits, scanned as often as the
-sampler calls it. Both run in turn in one process, so that the ratio holds
+A bare call is the network and the maximum of its logits, scanned as often as
+the sampler calls it. Both run in turn in one process, so that the ratio holds
 on a busy machine; the median over the repeats is printed.
 """
 

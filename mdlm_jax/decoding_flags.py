@@ -44,7 +44,7 @@ class Chosen(NamedTuple):
 
 
 def define() -> Flags:
-  """Defines the flags of every axis; of each call, as absl keeps them."""
+  """Defines the flags of every axis; returns their holders, by name."""
   holders = [
     flags.DEFINE_enum(
       'rule',

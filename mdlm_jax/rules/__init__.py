@@ -10,6 +10,9 @@ identical rule, so nothing is compiled twice.
   adaptive          as many positions as the prediction allows
   remasking_kernel  a reverse process that takes tokens back, by `sigmas`
   correction        committed tokens ranked anew, replaced, or refined
+
+`laws` lists noise as finitely many cases, for exact enumeration; names for
+command lines are in `mdlm_jax.named_rules`.
 """
 
 from mdlm_jax.rules import sigmas
