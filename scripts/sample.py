@@ -49,11 +49,15 @@ The rules, with the settings that each reads and their defaults:
 {named_rules.table()}
 """
 
+# Published models are declared to be longer than a canvas of one block may be.
+_MOST_NEW_TOKENS = 1024
+
 _CHECKPOINT = flags.DEFINE_string(
   'checkpoint',
   None,
-  'A model directory, or the --workdir of a training run. Default: the model '
-  'that comes with the package.',
+  'A model directory, the --workdir of a training run, or a directory '
+  'downloaded from a model hub (docs/checkpoints.md). Default: the model that '
+  'comes with the package.',
 )
 _PROMPT = flags.DEFINE_string('prompt', None, 'Text to go on from.')
 _PROMPT_IDS = flags.DEFINE_string(
@@ -74,7 +78,8 @@ _TOUR = flags.DEFINE_bool(
 _LENGTH = flags.DEFINE_integer(
   'length',
   None,
-  "New tokens after the prompt. Default: what is left of the model's length.",
+  "New tokens after the prompt. Default: what is left of the model's length, "
+  f'at most {_MOST_NEW_TOKENS}.',
 )
 _DECODING = decoding_flags.define()
 _SEED = flags.DEFINE_integer(
@@ -137,7 +142,8 @@ def make_rows(model: directory.Pretrained) -> list[Row]:
     rows = [row] * _NUM_SAMPLES.value
   else:
     prompt = make_prompt(model)
-    length = _LENGTH.value or max(max_length - len(prompt), 1)
+    left = min(max_length - len(prompt), _MOST_NEW_TOKENS)
+    length = _LENGTH.value or max(left, 1)
     _check_fits(len(prompt), length, max_length)
     rows = [[*prompt, *[None] * length]] * _NUM_SAMPLES.value
   for row in rows:

@@ -1,71 +1,35 @@
-"""SMDM's Monte-Carlo likelihood: our times, corruption and bound on its net.
+"""SMDM's Monte-Carlo likelihood: our times, corruption and bound on its net."""
 
-The network of its repository, with tiny random weights, is written out here:
-its rotary tables are rounded to bfloat16, which ours are not.
-"""
-
-import functools
+import dataclasses
 
 import golden_data
 import jax
 import jax.numpy as jnp
 import numpy as np
-import safetensors.numpy
+import pytest
 
 from mdlm_jax import corruption, losses, predict, time_draws
-from mdlm_jax.models.attention import attention, attention_mask, rotate
-from mdlm_jax.vocab import Vocab
+from mdlm_jax.models import directory
 
 GOLDEN = golden_data.load('smdm/likelihood')
-WEIGHTS = safetensors.numpy.load_file(
-  golden_data.FOLDER / 'smdm' / 'network.safetensors'
+MODEL = directory.load(golden_data.FOLDER / 'smdm')
+MASK = MODEL.vocab.mask_id
+# They score every row of their head; the one without a token as well.
+VOCAB = dataclasses.replace(
+  MODEL.vocab, forbidden_ids=range(MASK + 1, MODEL.vocab.size)
 )
-HEADS, HEAD_DIM, MASK = 4, 12, 128
-# Its head has no row for MASK; ours has one that is never drawn.
-VOCAB = Vocab(size=129, mask_id=MASK)
 
 
-def normed(x, scale):
-  return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5) * scale
-
-
-def features(params, cache, ids, *, valid, positions, **unused):
-  matrix = functools.partial(jnp.matmul, precision='highest')
-  x = params['transformer.wte.weight'][ids]
-  cos = jnp.asarray(GOLDEN['rope_tables']['cos_bf16_as_f32'])[positions]
-  sin = jnp.asarray(GOLDEN['rope_tables']['sin_bf16_as_f32'])[positions]
-  for layer in (0, 1):
-    weight = {
-      name.removeprefix(f'transformer.h.{layer}.').removesuffix('.weight'): w
-      for name, w in params.items()
-    }
-    hidden = matrix(normed(x, weight['norm_1']), weight['attn.attn'].T)
-    # One matrix, laid out per head: query, key, value.
-    hidden = hidden.reshape(*ids.shape, HEADS, 3, HEAD_DIM)
-    q, k, v = (hidden[..., i, :] for i in range(3))
-    mixed = attention(
-      rotate(q, cos, sin), rotate(k, cos, sin), v, attention_mask(valid)
-    )
-    x += matrix(mixed.reshape(x.shape), weight['attn.proj'].T)
-    hidden = normed(x, weight['norm_2'])
-    gate = matrix(hidden, weight['mlp.swiglu.w1'].T)
-    up = matrix(hidden, weight['mlp.swiglu.w2'].T)
-    x += matrix(jax.nn.silu(gate) * up, weight['mlp.swiglu.w3'].T)
-  return normed(x, params['transformer.ln_f.weight']), ()
-
-
-def head(params, hidden):
-  logits = jnp.matmul(hidden, params['lm_head.weight'].T, precision='highest')
-  return jnp.pad(logits, ((0, 0), (0, 0), (0, 1)))
-
-
-NETWORK = predict.Denoiser(features, head)
+@pytest.fixture(autouse=True)
+def exact_products():
+  with jax.default_matmul_precision('highest'):
+    yield
 
 
 def log_probs_of(corrupted_ids, ids):
   return predict.target_log_probs(
-    NETWORK,
-    WEIGHTS,
+    MODEL.denoiser,
+    MODEL.params,
     VOCAB,
     corrupted_ids,
     ids,
@@ -81,22 +45,6 @@ def rows_of(case, count):
   row = np.concatenate([golden['prefix'], golden['target']])
   target = np.arange(len(row)) >= len(golden['prefix'])
   return jnp.tile(row, (count, 1)), jnp.tile(target, (count, 1))
-
-
-def test_the_network_is_theirs():
-  ids = jnp.asarray(GOLDEN['logits_1']['input_ids'])
-  hidden, _ = features(
-    WEIGHTS,
-    None,
-    ids,
-    valid=jnp.ones(ids.shape, bool),
-    positions=jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape),
-  )
-  np.testing.assert_allclose(
-    head(WEIGHTS, hidden)[..., :128],
-    GOLDEN['logits_1']['logits_bf16_rope'],
-    atol=1e-4,
-  )
 
 
 def test_monte_carlo_bound_of_a_target():

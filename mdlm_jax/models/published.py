@@ -190,7 +190,10 @@ def _vocab(layout, configs, files):
     ids = []
     for config in configs:
       value = config.get(f'{name}_token_id')
-      ids += value if isinstance(value, list) else [value]
+      values = value if isinstance(value, list) else [value]
+      if not all(isinstance(i, int | None) for i in values):
+        raise ValueError(f'{name}_token_id={value!r} must be an id or ids')
+      ids += values
     ids.append(files.special_id(f'{name}_token'))
     return list(dict.fromkeys(i for i in ids if i is not None))
 
