@@ -22,7 +22,6 @@ from mdlm_jax.losses import (
   cross_entropy,
   discrete_bound,
 )
-from mdlm_jax.model_schedule import by_step
 from mdlm_jax.predict import Denoiser, target_log_probs
 from mdlm_jax.reverse import commit, reverse_update, top_eligible
 from mdlm_jax.rules import Rule, by_confidence, kernel
@@ -65,7 +64,6 @@ __all__ = [
   'answer_loss',
   'blocks_of',
   'by_confidence',
-  'by_step',
   'carry_over',
   'categorical',
   'check_finite',

@@ -1,6 +1,7 @@
 """How the scripts start and end: one clear line for every user's mistake."""
 
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -86,6 +87,13 @@ def check_outputs(*, plot: str | None, numbers: str | None) -> None:
     kind = os.path.splitext(plot)[1].removeprefix('.')
     if kind not in kinds:
       raise ValueError(f'{plot} must end in one of .{", .".join(kinds)}')
+
+
+def write_json(path: str | None, content: dict) -> None:
+  """Writes numbers to a file, or nowhere without one."""
+  if path:
+    with open(path, 'w', encoding='utf-8') as file:
+      file.write(json.dumps(content, indent=2) + '\n')
 
 
 def _check_writable(path: str) -> None:

@@ -13,10 +13,9 @@ import numpy as np
 from jaxtyping import Array, Key
 
 from mdlm_jax import canvas, data, ngrams, sampling
-from mdlm_jax.draws import Draw
+from mdlm_jax.blocks import blocks_of
 from mdlm_jax.models import directory
 from mdlm_jax.predict import Denoiser
-from mdlm_jax.rules import Rule
 from mdlm_jax.tokenizer import Tokenizer
 
 ORDER = 3
@@ -105,10 +104,39 @@ def measure(texts: Sequence[str], model: ngrams.NgramModel) -> dict:
   return numbers
 
 
+def measure_real(
+  reference: Reference, texts: Sequence[str], count: int
+) -> dict:
+  """`measure` of real text in pieces as long as the texts are on average."""
+  size = round(float(np.mean([len(text) for text in texts])))
+  pieces = real_texts(reference.held_out, size, count)
+  return measure(pieces, reference.model)
+
+
 def real_texts(held_out: str, size: int, count: int) -> list[str]:
   """Up to `count` pieces of `size` characters, evenly spread over the text."""
   starts = np.linspace(0, max(len(held_out) - size, 0), count).astype(int)
   return [held_out[start : start + size] for start in starts]
+
+
+def titles(columns: dict[str, tuple[str, str]]) -> str:
+  """Heads of the columns that `cells` fills; columns are as `MEASURES`."""
+  return ''.join(f'{title:>18s}' for title, _ in columns.values())
+
+
+def cells(row: dict, columns: dict[str, tuple[str, str]]) -> str:
+  """Numbers with their standard errors, as the cells of a table.
+
+  Example:
+    >>> cells({'x': 1.0, 'x_error': 0.25}, {'x': ('a title', 'a long one')})
+    '    1.000 +- 0.250'
+  """
+  return ''.join(
+    f'{row[name]:9.3f} +- {row[name + "_error"]:.3f}'
+    if name in row
+    else ' ' * 18
+    for name in columns
+  )
 
 
 def sample_texts(
@@ -119,9 +147,9 @@ def sample_texts(
   *,
   num_samples: int,
   length: int,
-  rule: Rule,
-  draw: Draw,
-) -> list[str]:
+  block_length: int | None = None,
+  **options,
+) -> tuple[list[str], sampling.SampleResult]:
   """Samples from nothing, as text.
 
   Args:
@@ -131,20 +159,15 @@ def sample_texts(
     tokenizer: ids to text.
     num_samples: how many.
     length: tokens of each.
-    rule: which positions are written in a step.
-    draw: which values are proposed.
+    block_length: decodes in blocks of so many tokens.
+    **options: of `sampling.sample`, its rule among them.
 
   Returns:
-    The texts.
+    The texts, and what the sampler returned.
   """
   vocab = tokenizer.vocab
-  result = sampling.sample(
-    denoiser,
-    params,
-    key,
-    canvas.from_prompts([[]] * num_samples, length, vocab),
-    vocab=vocab,
-    rule=rule,
-    draw=draw,
-  )
-  return [tokenizer.decode(ids) for ids in np.asarray(result.ids)]
+  rows = canvas.from_prompts([[]] * num_samples, length, vocab)
+  if block_length is not None:
+    options['blocks'] = blocks_of(rows, block_length)
+  result = sampling.sample(denoiser, params, key, rows, vocab=vocab, **options)
+  return [tokenizer.decode(ids) for ids in np.asarray(result.ids)], result

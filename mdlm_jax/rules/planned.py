@@ -11,8 +11,8 @@ import numpy as np
 from mdlm_jax import noise as noise_lib
 from mdlm_jax.interning import interned
 from mdlm_jax.reverse import top_eligible
+from mdlm_jax.rules.cells import order_cells
 from mdlm_jax.rules.contract import Rule, Update
-from mdlm_jax.rules.laws import order_cells
 from mdlm_jax.rules.reverse_kernel import kernel
 from mdlm_jax.schedules import Schedule, linear, plan_counts
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from mdlm_jax import noise as noise_lib
 from mdlm_jax.interning import interned
+from mdlm_jax.rules.cells import bernoulli_cells
 from mdlm_jax.rules.contract import Rule, Update
-from mdlm_jax.rules.laws import bernoulli_cells
 from mdlm_jax.rules.log_probs import log_probs_of
 from mdlm_jax.rules.sigmas import check_sigmas, mask_levels
 from mdlm_jax.schedules import Schedule, linear

@@ -11,8 +11,8 @@ from jaxtyping import Array, Float
 from mdlm_jax import noise as noise_lib
 from mdlm_jax.interning import interned
 from mdlm_jax.reverse import top_eligible
+from mdlm_jax.rules.cells import bernoulli_cells
 from mdlm_jax.rules.contract import Rule, Update
-from mdlm_jax.rules.laws import bernoulli_cells
 from mdlm_jax.schedules import (
   Schedule,
   check_grid,

@@ -17,8 +17,6 @@ the line to compare with. Means over samples, with their standard error.
 Takes about two minutes for the shipped model, nearly all of it compilation.
 """
 
-import json
-import pathlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -29,12 +27,10 @@ from absl import flags
 
 from mdlm_jax import (
   blocks,
-  canvas,
   command_line,
   draws,
   evaluation,
   rules,
-  sampling,
   schedules,
   text_quality,
 )
@@ -169,27 +165,6 @@ def cases(length: int, schedule: schedules.Schedule) -> list[Case]:
   ]
 
 
-def decode(model, case: Case, length: int) -> tuple[list[str], float]:
-  """Samples as text, and the calls that a row needed on average."""
-  open_canvas = canvas.from_prompts(
-    [[]] * _NUM_SAMPLES.value, length, model.vocab
-  )
-  result = sampling.sample(
-    model.denoiser,
-    model.params,
-    jax.random.key(_SEED.value),
-    open_canvas,
-    vocab=model.vocab,
-    rule=case.rule,
-    draw=case.draw,
-    schedule=model.schedule,
-    blocks=case.block_length
-    and blocks.blocks_of(open_canvas, case.block_length),
-  )
-  texts = [model.tokenizer.decode(ids) for ids in np.asarray(result.ids)]
-  return texts, float(result.calls_per_row.mean())
-
-
 def run(model, reference: text_quality.Reference, length: int) -> list[dict]:
   """One dictionary per case; the last is real text."""
   chosen = [
@@ -197,32 +172,43 @@ def run(model, reference: text_quality.Reference, length: int) -> list[dict]:
     for case in cases(length, model.schedule)
     if case.axis in (_AXES.value or AXES)
   ]
-  rows, sizes = [], []
+  rows, all_texts = [], []
   for case in tqdm.tqdm(chosen, unit='decoder', dynamic_ncols=True):
-    texts, calls = decode(model, case, length)
-    sizes += map(len, texts)
-    numbers = text_quality.measure(texts, reference.model)
-    rows.append(
-      {'axis': case.axis, 'name': case.name, 'calls': calls, **numbers}
+    texts, result = text_quality.sample_texts(
+      model.denoiser,
+      model.params,
+      jax.random.key(_SEED.value),
+      model.tokenizer,
+      num_samples=_NUM_SAMPLES.value,
+      length=length,
+      block_length=case.block_length,
+      rule=case.rule,
+      draw=case.draw,
+      schedule=model.schedule,
     )
-  size = round(float(np.mean(sizes)))
-  real = text_quality.real_texts(reference.held_out, size, _NUM_SAMPLES.value)
-  numbers = text_quality.measure(real, reference.model)
+    all_texts += texts
+    rows.append(
+      {
+        'axis': case.axis,
+        'name': case.name,
+        'calls': float(result.calls_per_row.mean()),
+        **text_quality.measure(texts, reference.model),
+      }
+    )
+  numbers = text_quality.measure_real(reference, all_texts, _NUM_SAMPLES.value)
   return [*rows, {'axis': 'real text', 'name': '', 'calls': 0.0, **numbers}]
 
 
 def table(rows: Sequence[dict]) -> str:
   """The numbers as text, a paragraph per axis."""
-  titles = ''.join(f'{title:>18s}' for title, _ in MEASURES.values())
+  titles = text_quality.titles(MEASURES)
   lines = [f'{"axis":10s}  {"decoder":17s} {"calls":>5s}{titles}  distinct-2']
   axis = None
   for row in rows:
     if row['axis'] != axis:
       axis = row['axis']
       lines.append('')
-    numbers = ''.join(
-      f'{row[name]:9.3f} +- {row[name + "_error"]:.3f}' for name in MEASURES
-    )
+    numbers = text_quality.cells(row, MEASURES)
     calls = f'{row["calls"]:.1f}' if row['calls'] else ''
     lines.append(
       f'{axis:10s}  {row["name"]:17s} {calls:>5s}{numbers}  '
@@ -276,8 +262,9 @@ def main(argv):
   rows = run(model, text_quality.read_reference(path), length)
   print(f'{_NUM_SAMPLES.value} samples of {length} tokens per line\n')
   print(table(rows))
-  if _JSON.value:
-    content = {
+  command_line.write_json(
+    _JSON.value,
+    {
       'checkpoint': str(path),
       'length': length,
       'num_samples': _NUM_SAMPLES.value,
@@ -285,8 +272,8 @@ def main(argv):
       'dtype': model.config.dtype,
       **evaluation.environment(),
       'results': rows,
-    }
-    pathlib.Path(_JSON.value).write_text(json.dumps(content, indent=2) + '\n')
+    },
+  )
   if _PLOT.value:
     plot(rows, _PLOT.value)
 

@@ -27,9 +27,7 @@ About a minute for the shipped models, a third of it compilation. --large and
 --small take any two models with the same tokenizer.
 """
 
-import json
 import math
-import pathlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -235,13 +233,13 @@ def run(large, small, reference, length: int, num_steps: int) -> list[dict]:
       for model in (large, small)
     ]
   )
-  rows, sizes = [], []
+  rows, all_texts = [], []
   for place, num_small in tqdm.tqdm(
     points(num_steps), unit='point', dynamic_ncols=True
   ):
     parts = segments(place, num_small, num_steps)
     models = [small if is_small else large for is_small in parts.small]
-    texts = text_quality.sample_texts(
+    texts, _ = text_quality.sample_texts(
       by_step([model.denoiser for model in models], parts.starts),
       tuple(model.params for model in models),
       jax.random.key(_SEED.value),
@@ -251,7 +249,7 @@ def run(large, small, reference, length: int, num_steps: int) -> list[dict]:
       rule=rule,
       draw=draw,
     )
-    sizes += map(len, texts)
+    all_texts += texts
     by_small = small_calls(parts, num_steps)
     cost = (num_steps - by_small) * costs[0] + by_small * costs[1]
     rows.append(
@@ -263,9 +261,7 @@ def run(large, small, reference, length: int, num_steps: int) -> list[dict]:
         **text_quality.measure(texts, reference.model),
       }
     )
-  size = round(float(np.mean(sizes)))
-  real = text_quality.real_texts(reference.held_out, size, _NUM_SAMPLES.value)
-  numbers = text_quality.measure(real, reference.model)
+  numbers = text_quality.measure_real(reference, all_texts, _NUM_SAMPLES.value)
   return [
     *rows,
     {
@@ -279,17 +275,12 @@ def run(large, small, reference, length: int, num_steps: int) -> list[dict]:
 
 def table(rows: Sequence[dict]) -> str:
   """The numbers as text."""
-  titles = ''.join(f'{title:>18s}' for title, _ in COLUMNS.values())
+  titles = text_quality.titles(COLUMNS)
   lines = [
     f'{"small model":11s} {"calls":>5s} {"GFLOP":>7s}{titles}  distinct-2'
   ]
   for row in rows:
-    numbers = ''.join(
-      f'{row[name]:9.3f} +- {row[name + "_error"]:.3f}'
-      if name in row
-      else ' ' * 18
-      for name in COLUMNS
-    )
+    numbers = text_quality.cells(row, COLUMNS)
     cost = row['operations_per_sample']
     calls = '' if cost is None else row['small_calls']
     giga = '' if cost is None else f'{cost / 1e9:.2f}'
@@ -364,8 +355,9 @@ def main(argv):
     'repeated 4-grams, distinct word pairs\n'
   )
   print(table(rows))
-  if _JSON.value:
-    content = {
+  command_line.write_json(
+    _JSON.value,
+    {
       'large': str(path),
       'small': str(small_path),
       'length': length,
@@ -377,8 +369,8 @@ def main(argv):
       'dtype': large.config.dtype,
       **evaluation.environment(),
       'results': rows,
-    }
-    pathlib.Path(_JSON.value).write_text(json.dumps(content, indent=2) + '\n')
+    },
+  )
   if _PLOT.value:
     plot(rows, _PLOT.value)
 

@@ -17,8 +17,6 @@ simulation with its standard error, and this formula:
 Takes about half a minute, nearly all of it compilation.
 """
 
-import json
-import pathlib
 from collections.abc import Sequence
 
 import jax
@@ -172,9 +170,9 @@ def main(argv):
   rows = measure(_ROWS.value, _SEED.value)
   print("invalid fraction of 'red red' / 'blue blue'\n")
   print(table(rows))
-  if _JSON.value:
-    content = {'rows': _ROWS.value, 'seed': _SEED.value, 'results': rows}
-    pathlib.Path(_JSON.value).write_text(json.dumps(content, indent=2) + '\n')
+  command_line.write_json(
+    _JSON.value, {'rows': _ROWS.value, 'seed': _SEED.value, 'results': rows}
+  )
   if _PLOT.value:
     plot(rows, _PLOT.value)
 

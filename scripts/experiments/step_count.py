@@ -18,12 +18,10 @@ training.json names.
 Takes under a minute for the shipped model, half of it compilation.
 """
 
-import json
 import pathlib
 from collections.abc import Sequence
 
 import jax
-import numpy as np
 import tqdm
 from absl import flags
 
@@ -79,14 +77,14 @@ def run(model, reference: text_quality.Reference, length: int) -> list[dict]:
     for name in ('kernel', 'confidence')
     for num_steps in step_counts(length)
   ]
-  rows, sizes = [], []
+  rows, all_texts = [], []
   for name, num_steps in tqdm.tqdm(points, unit='point', dynamic_ncols=True):
     if name == 'kernel':
       grid = schedules.uniform_grid(num_steps)
       rule = rules.kernel(grid, model.schedule)
     else:
       rule = rules.by_confidence(num_steps)
-    texts = text_quality.sample_texts(
+    texts, _ = text_quality.sample_texts(
       model.denoiser,
       model.params,
       jax.random.key(_SEED.value),
@@ -96,23 +94,19 @@ def run(model, reference: text_quality.Reference, length: int) -> list[dict]:
       rule=rule,
       draw=draw,
     )
-    sizes += map(len, texts)
+    all_texts += texts
     numbers = text_quality.measure(texts, reference.model)
     rows.append({'rule': name, 'calls': num_steps, **numbers})
-  size = round(float(np.mean(sizes)))
-  real = text_quality.real_texts(reference.held_out, size, _NUM_SAMPLES.value)
-  numbers = text_quality.measure(real, reference.model)
+  numbers = text_quality.measure_real(reference, all_texts, _NUM_SAMPLES.value)
   return [*rows, {'rule': 'real text', 'calls': None, **numbers}]
 
 
 def table(rows: Sequence[dict]) -> str:
   """The numbers as text."""
-  titles = ''.join(f'{title:>18s}' for title, _ in MEASURES.values())
+  titles = text_quality.titles(MEASURES)
   lines = [f'{"rule":10s} {"calls":>5s}{titles}  distinct-2']
   for row in rows:
-    numbers = ''.join(
-      f'{row[name]:9.3f} +- {row[name + "_error"]:.3f}' for name in MEASURES
-    )
+    numbers = text_quality.cells(row, MEASURES)
     calls = row['calls'] or ''
     lines.append(
       f'{row["rule"]:10s} {calls:>5}{numbers}  {row["distinct_2"]:10.3f}'
@@ -165,8 +159,9 @@ def main(argv):
     'per character, entropy in bits, repeated 4-grams, distinct word pairs\n'
   )
   print(table(rows))
-  if _JSON.value:
-    content = {
+  command_line.write_json(
+    _JSON.value,
+    {
       'checkpoint': str(path),
       'length': length,
       'num_samples': _NUM_SAMPLES.value,
@@ -175,8 +170,8 @@ def main(argv):
       'dtype': model.config.dtype,
       **evaluation.environment(),
       'results': rows,
-    }
-    pathlib.Path(_JSON.value).write_text(json.dumps(content, indent=2) + '\n')
+    },
+  )
   if _PLOT.value:
     plot(rows, _PLOT.value)
 

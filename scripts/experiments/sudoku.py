@@ -454,16 +454,17 @@ def main(argv) -> int:
   if orders:
     difference, error = gap(orders[_CONFIDENCE], orders[_RANDOM])
     print(f'\n{_CONFIDENCE} minus {_RANDOM}: {difference:.3f} +- {error:.3f}')
-  if _JSON.value:
-    content = {
+  command_line.write_json(
+    _JSON.value,
+    {
       'checkpoint': str(path),
       'givens': givens,
       'num_puzzles': _NUM_PUZZLES.value,
       'seed': _SEED.value,
       **evaluation.environment(),
       'results': rows,
-    }
-    pathlib.Path(_JSON.value).write_text(json.dumps(content, indent=2) + '\n')
+    },
+  )
   if _PLOT.value:
     plot(rows, _PLOT.value)
   return 0
