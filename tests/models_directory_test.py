@@ -228,3 +228,19 @@ def test_the_bound_is_taken_under_a_complete_schedule_where_time_is_unread(
   model = conditioned._replace(config=config)
   assert model.schedule == schedules.geometric()
   assert model.bound_schedule == schedules.linear()
+
+
+def test_settings_of_published_layouts_come_back_and_are_left_out_at_default(
+  tmp_path,
+):
+  changes = {'qk_norm': 'head', 'head_width': 6, 'qkv_bias': True}
+  changes |= {'embedding_scale': 1.0, 'logit_scale': 0.5, 'shifted': True}
+  changes |= {'rope_dtype': 'bfloat16'}
+  config = dataclasses.replace(CONFIG, **changes)
+  save(tmp_path, config, transformer.init(config, jax.random.key(0)))
+  model = directory.load(tmp_path)
+  assert model.config == config and model.denoiser.shifted
+  save(tmp_path)
+  content = json.loads((tmp_path / 'config.json').read_text())
+  assert not content['model'].keys() & changes.keys()
+  assert directory.load(tmp_path).config == CONFIG

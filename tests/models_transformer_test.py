@@ -25,7 +25,14 @@ VARIANTS = {
   'grouped': {'num_kv_heads': 2},
   'time': {'time_conditioning': True},
   'untied': {'tied_head': False},
-}
+  'head_norm': {
+    'num_kv_heads': 2, 'head_width': 6, 'qkv_bias': True, 'qk_norm': 'head'
+  },
+  'projection_norm': {
+    'num_kv_heads': 1, 'qk_norm': 'projection', 'embedding_scale': 5.0,
+    'logit_scale': 0.5,
+  },
+}  # fmt: skip
 IDS = np.array([[3, 5, 7, 2, 9, 4, 6, 8]])
 
 
@@ -83,7 +90,9 @@ def silu(x):
 def reference_logits(config, params, ids, t):
   """The network written again in NumPy, a loop over rows, layers and heads."""
   params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
-  dim, head_dim = config.model_dim, config.model_dim // config.num_heads
+  dim = config.model_dim
+  head_dim = config.head_width or dim // config.num_heads
+  embedding_scale = config.embedding_scale or dim**0.5 / 0.25
   kv_heads = config.num_kv_heads or config.num_heads
 
   def norm(x, weights):
@@ -103,7 +112,7 @@ def reference_logits(config, params, ids, t):
 
   rows = []
   for row in ids:
-    x = params['embedding'][row] * dim**0.5 / 0.25
+    x = params['embedding'][row] * embedding_scale
     if config.time_conditioning:
       frequencies = 10_000.0 ** -(np.arange(64) / 64)
       features = np.concatenate(
@@ -118,9 +127,14 @@ def reference_logits(config, params, ids, t):
         steer = (time @ block['modulation']['kernel']).reshape(6, dim)
       h = norm(x, block['attention_norm']) * (1 + steer[1]) + steer[0]
       q, k, v = (
-        (h @ block[name]['kernel']).reshape(len(row), -1, head_dim)
+        h @ block[name]['kernel'] + block[name].get('bias', 0)
         for name in ('query', 'key', 'value')
       )
+      if config.qk_norm == 'projection':
+        q, k = norm(q, block['query_norm']), norm(k, block['key_norm'])
+      q, k, v = (x.reshape(len(row), -1, head_dim) for x in (q, k, v))
+      if config.qk_norm == 'head':
+        q, k = norm(q, block['query_norm']), norm(k, block['key_norm'])
       mixed = []
       for i in range(config.num_heads):
         group = i // (config.num_heads // kv_heads)
@@ -134,7 +148,7 @@ def reference_logits(config, params, ids, t):
       out = (silu(gate) * up) @ block['mlp_out']['kernel']
       x = x + (1 + steer[5]) * out
     table = params['embedding' if config.tied_head else 'head']
-    rows.append(norm(x, params['norm']) @ table.T)
+    rows.append(norm(x, params['norm']) @ table.T * config.logit_scale)
   return np.stack(rows)
 
 
@@ -148,6 +162,19 @@ def test_equals_the_network_written_in_numpy(name):
     rtol=1e-4,
     atol=1e-4,
   )
+
+
+def test_rotary_tables_of_bfloat16_are_rounded_under_jit():
+  config = dataclasses.replace(CONFIG, rope_dtype='bfloat16')
+  params = random_params(CONFIG)
+  exact, rounded = logits(CONFIG, params, IDS), logits(config, params, IDS)
+  assert 1e-4 < jnp.abs(exact - rounded).max() < 0.1 * jnp.abs(exact).max()
+
+
+def test_the_config_declares_the_alignment():
+  shifted = dataclasses.replace(CONFIG, shifted=True)
+  assert transformer.denoiser(shifted).shifted
+  assert not transformer.denoiser(CONFIG).shifted
 
 
 def test_attention_equals_jax_and_averages_where_nothing_is_seen():
@@ -398,6 +425,12 @@ assert (run() == with_graph).all()
     ({'num_kv_heads': 0}, 'num_kv_heads=0'),
     ({'rope_base': 0.0}, 'rope_base=0.0'),
     ({'norm_eps': float('nan')}, 'norm_eps=nan'),
+    ({'head_width': 5}, 'head_width=5 must be even'),
+    ({'head_width': 0}, 'head_width=0'),
+    ({'qk_norm': 'width'}, "qk_norm='width' must be None or one of"),
+    ({'embedding_scale': 0.0}, 'embedding_scale=0.0'),
+    ({'logit_scale': -1.0}, 'logit_scale=-1.0'),
+    ({'rope_dtype': 'int8'}, "rope_dtype='int8' must be one of"),
     ({'dtype': 'float64'}, "dtype='float64' must be one of .*bfloat16"),
   ],
 )

@@ -484,3 +484,24 @@ def test_a_shifted_model_saved_as_ours_stays_shifted(tmp_path):
   )
   again = directory.load(tmp_path)
   assert again.config == model.config and again.denoiser.shifted
+
+
+def test_a_layer_is_written_into_its_stack_in_place():
+  for dtype in ('float32', 'bfloat16'):
+    stack, part = jnp.zeros((4, 32, 8), dtype), jnp.ones((32, 8), dtype)
+    compiled = published._with_layer.lower(stack, part, 1).compile()
+    memory = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes < part.nbytes
+    assert memory.alias_size_in_bytes == stack.nbytes
+
+
+def test_damaged_files_of_a_tokenizer_are_named(tmp_path):
+  qwen(tmp_path)
+  path = tmp_path / 'tokenizer_config.json'
+  path.write_text('{"added_tokens_decoder": [1]}')
+  with pytest.raises(ValueError, match='must have an added_tokens_decoder'):
+    directory.load(tmp_path)
+  path.write_text(json.dumps(MASK_TOKEN))
+  (tmp_path / 'tokenizer.json').write_text('{}')
+  with pytest.raises(ValueError, match=r'tokenizer\.json is no tokenizer'):
+    directory.load(tmp_path)

@@ -87,7 +87,8 @@ def _architecture(content):
     return str(named[0])
   if str(content.get('name', '')).startswith('Diff_LLaMA'):
     return 'SMDM'
-  return _MODEL_TYPES.get(content.get('model_type'), content.get('model_type'))
+  model_type = str(content.get('model_type'))
+  return _MODEL_TYPES.get(model_type, model_type)
 
 
 class _Fields(dict):
@@ -187,7 +188,7 @@ def _llada(fields):
     num_layers=fields['n_layers'],
     model_dim=dim,
     num_heads=fields['n_heads'],
-    mlp_dim=fields['mlp_ratio'] * dim if mlp_dim is None else mlp_dim,
+    mlp_dim=int(fields['mlp_ratio'] * dim) if mlp_dim is None else mlp_dim,
     max_length=fields['max_sequence_length'],
     num_kv_heads=kv_heads,
     tied_head=tied,

@@ -59,10 +59,14 @@ def read_files(directory: str | os.PathLike) -> TokenizerFiles:
     for role, token in (roles | settings).items()
     if role.endswith('_token') and isinstance(token, dict | str)
   }
-  added = {
-    token['content']: int(i)
-    for i, token in settings.get('added_tokens_decoder', {}).items()
-  }
+  listed = settings.get('added_tokens_decoder', {})
+  try:
+    added = {token['content']: int(i) for i, token in listed.items()}
+  except (AttributeError, KeyError, TypeError, ValueError):
+    raise ValueError(
+      f'{directory}: tokenizer_config.json must have an added_tokens_decoder '
+      'from ids to tokens with a content'
+    ) from None
   path, backend = directory / 'tokenizer.json', None
   if path.exists():
     try:

@@ -108,31 +108,29 @@ def load_params(
   used = {key: entry for key, entry in entries.items() if key in targets}
   for key, tensor in shards.tensors(used):
     mapping, layer = targets[key]
-    for name in mapping.leaves:
-      if name not in arrays:
-        arrays[name] = jnp.zeros(leaves[name].shape, dtype)
-    written = _written(
-      tuple(arrays.pop(name) for name in mapping.leaves),
-      tensor,
-      layer,
-      from_file=mapping.from_file,
-    )
-    arrays.update(zip(mapping.leaves, written, strict=True))
+    parts = _parts(tensor, from_file=mapping.from_file, dtype=dtype)
+    for name, part in zip(mapping.leaves, parts, strict=True):
+      if layer is not None:
+        stack = arrays.pop(name, None)
+        if stack is None:
+          stack = jnp.zeros(leaves[name].shape, dtype)
+        part = _with_layer(stack, part, layer)
+      # Or the host would read ahead of what is done with the tensors.
+      arrays[name] = jax.block_until_ready(part)
   return param_tree.nested(arrays)
 
 
-@functools.partial(
-  jax.jit, static_argnames='from_file', donate_argnames='leaves'
-)
-def _written(leaves, tensor, layer, *, from_file):
-  """Leaves with one tensor of a file at `layer`, or whole where it is None."""
-  parts = from_file(tensor)
-  return tuple(
-    part.astype(leaf.dtype)
-    if layer is None
-    else leaf.at[layer].set(part.astype(leaf.dtype))
-    for leaf, part in zip(leaves, parts, strict=True)
-  )
+@functools.partial(jax.jit, static_argnames=('from_file', 'dtype'))
+def _parts(tensor, *, from_file, dtype):
+  """What a tensor of a file holds, one array a parameter."""
+  return tuple(part.astype(dtype) for part in from_file(tensor))
+
+
+@functools.partial(jax.jit, donate_argnames='stack')
+def _with_layer(stack, part, layer):
+  """A stack with `part` at `layer`, in place."""
+  # `at[layer].set` of bfloat16 would copy the stack on CPU.
+  return jax.lax.dynamic_update_index_in_dim(stack, part, layer, axis=0)
 
 
 def _targets(layout):

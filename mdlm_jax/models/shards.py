@@ -111,8 +111,10 @@ def _files(directory):
 def _indexed(path):
   """Names of the files of an index."""
   weight_map = json_files.read(path).get('weight_map')
-  names = set(weight_map.values()) if isinstance(weight_map, dict) else set()
-  if not names or any(pathlib.Path(str(n)).name != n for n in names):
+  names = set()
+  if isinstance(weight_map, dict):
+    names = {str(name) for name in weight_map.values()}
+  if not names or any(pathlib.Path(name).name != name for name in names):
     raise ValueError(
       f'{path} must have a weight_map from keys to file names of its directory'
     )
