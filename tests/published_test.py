@@ -14,8 +14,9 @@ import tokenizers
 
 from mdlm_jax import predict, rules, sampling
 from mdlm_jax.canvas import from_prompts
-from mdlm_jax.draws import categorical
+from mdlm_jax.draws import categorical, negative_entropy, probability
 from mdlm_jax.models import directory, families, param_tree, published
+from mdlm_jax.schedules import floor_counts
 from mdlm_jax.tokenizer import character_tokenizer
 
 LLADA, DREAM, QWEN, SMDM = (
@@ -86,12 +87,15 @@ def qwen(target):
   return target
 
 
+network_logits = jax.jit(predict.network_logits, static_argnames='denoiser')
+
+
 def logits(model, golden, network=None):
   """The logits of a golden case, those of padding left out."""
   ids = jnp.asarray(golden['input_ids'])
   slots = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
   valid = golden.get('attention_mask', np.ones(ids.shape)) == 1
-  result, _ = predict.network_logits(
+  result, _ = network_logits(
     network or model.denoiser, model.params, None, ids,
     at=None, step=0, t=jnp.ones(len(ids)), valid=jnp.asarray(valid),
     positions=jnp.asarray(golden.get('position_ids', slots)), segments=None,
@@ -254,6 +258,53 @@ def test_the_script_writes_the_tokens_of_dream(
   )  # fmt: skip
   assert record['ids'] == golden['ids'][0].tolist()
   assert record['calls'] == steps
+
+
+def dream_tokens(model, prompts, steps, score):
+  """The answers of Dream's decoder on rows of unequal prompts."""
+  canvas = from_prompts(prompts, 12 if steps == 6 else 16, model.vocab)
+  result = sampling.sample(
+    model.denoiser, model.params, jax.random.key(0), canvas,
+    vocab=model.vocab, draw=categorical(temperature=0.0, score=score),
+    rule=rules.by_confidence(steps, counts=floor_counts()),
+  )  # fmt: skip
+  return [
+    row[slots] for row, slots in zip(
+      np.asarray(result.ids), np.asarray(canvas.generation_slots), strict=True
+    )
+  ]  # fmt: skip
+
+
+def test_unequal_prompts_are_their_rows_padded_on_the_left():
+  golden = golden_data.load('dream/network')['gen_maskgit_plus_pad_left']
+  prompts = [
+    prompt[valid == 1].tolist()
+    for prompt, valid in zip(
+      golden['prompt'], golden['attention_mask'], strict=True
+    )
+  ]
+  ours = dream_tokens(directory.load(DREAM), prompts, 6, probability)
+  np.testing.assert_array_equal(ours, golden['ids'][:, -12:])
+
+
+def test_the_entropy_of_dream_counts_mask_and_ours_does_not():
+  model = directory.load(DREAM)
+  golden = golden_data.load('dream/network')['gen_entropy_s8_B3']
+  ours = dream_tokens(model, golden['prompt'].tolist(), 8, negative_entropy)
+  same = (np.array(ours) == golden['ids'][:, -16:]).all(1)
+  assert same.tolist() == [True, False, True]
+  # Their order, with the probability of MASK, on the network as we load it.
+  ids = np.pad(golden['prompt'], ((0, 0), (0, 16)), constant_values=124)
+  for count in np.asarray(floor_counts()(16, 8)):
+    found, _ = logits(model, {'input_ids': ids})
+    p = np.exp(found - found.max(-1, keepdims=True)).reshape(*ids.shape, -1)
+    p /= p.sum(-1, keepdims=True)
+    entropy = -(p * np.log(p + 1e-10)).sum(-1)
+    best = np.argsort(np.where(ids == 124, entropy, np.inf))[:, :count]
+    np.put_along_axis(
+      ids, best, np.take_along_axis(p.argmax(-1), best, 1), axis=1
+    )
+  np.testing.assert_array_equal(ids, golden['ids'])
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def load(
     OSError: a file is missing or cannot be read.
     ValueError: an architecture or a setting that is not known; tensors that are
       missing, unused or misshapen, all of them listed; a damaged file; weights
-      only as a pickle; an id without the role that it needs.
+      only as a pickle; no id for MASK.
   """
   if dtype not in (None, *_DTYPES):
     raise ValueError(f'{dtype=} must be None or one of {", ".join(_DTYPES)}')
@@ -199,7 +199,7 @@ def _vocab(layout, configs, files):
   if not mask_ids:
     raise ValueError(
       'no MASK: config.json has no mask_token_id and tokenizer_config.json no '
-      'mask_token with an id'
+      'mask_token with an id; either may be added by hand'
     )
   size, eos_ids = layout.config.vocab_size, role('eos')
   pad_id, bos_id = ((role(name) or [None])[0] for name in ('pad', 'bos'))
