@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from mdlm_jax.canvas import Canvas
+from mdlm_jax.checks import check_integer
 
 
 @functools.partial(
@@ -75,8 +76,7 @@ def blocks_of(canvas: Canvas, length: int, *, aligned: bool = False) -> Blocks:
     >>> blocks.starts.tolist(), blocks.count
     ([1, 2], 2)
   """
-  if length < 1:
-    raise ValueError(f'block {length=} must be at least 1')
+  check_integer('length', length, 1)
   slots = np.asarray(canvas.generation_slots)
   size = slots.shape[1]
   length = min(length, size)

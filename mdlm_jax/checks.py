@@ -7,6 +7,20 @@ from jax.experimental import checkify
 from jaxtyping import Array, Bool
 
 
+def check_integer(name: str, value: object, least: int) -> None:
+  """Raises unless a setting is an integer of at least `least`.
+
+  Raises:
+    ValueError: names the setting, what it was and what it must be.
+
+  Example:
+    >>> check_integer('num_steps', 3, 1)
+  """
+  is_integer = isinstance(value, int | np.integer)
+  if not is_integer or isinstance(value, bool) or value < least:
+    raise ValueError(f'{name}={value} must be an integer of at least {least}')
+
+
 def check_values(holds: Bool[Array, '...'], message: str) -> None:
   """Raises unless `holds` is true everywhere.
 

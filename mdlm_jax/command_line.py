@@ -122,8 +122,10 @@ def run(main: Callable[[list[str]], int | None]) -> None:
   """Runs `main(argv)` as a program.
 
   A `ValueError`, `OSError` or `FloatingPointError`, and any mistake in the
-  flags, is one line on stderr and exit code 2; Ctrl-C is exit code 130; other
-  exceptions are faults of the program and keep their traceback.
+  flags, is one line on stderr and exit code 2; other exceptions are faults of
+  the program and keep their traceback. Ctrl-C ends the program at once (130 in
+  a shell), also inside a compiled program, which Python's own handler would
+  wait for; what has to be saved first is saved under `caught_signals`.
   """
 
   def guarded(argv):
@@ -133,16 +135,17 @@ def run(main: Callable[[list[str]], int | None]) -> None:
     # A terminal that cannot show a character shows another.
     for stream in filter(None, (sys.stdout, sys.stderr)):
       stream.reconfigure(errors='replace')
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
       code = main(argv)
       print(end='', flush=True)
       return code
-    except KeyboardInterrupt:
-      sys.exit(130)
     except BrokenPipeError:  # The reader has seen enough, as in `| head`.
       os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
       sys.exit(0)
     except _USER_ERRORS as error:
       _fail(error)
+    finally:
+      signal.signal(signal.SIGINT, interrupt)
 
   app.run(guarded, flags_parser=_parse)

@@ -169,8 +169,9 @@ def categorical(
     ValueError: for settings out of range, and for one that could not act: a
       filter or `tempered` at temperature 0, a neighbourhood without penalty.
   """
-  if not (math.isfinite(temperature) and temperature >= 0):
-    raise ValueError(f'{temperature=} must be finite and at least 0')
+  # With larger numbers float32 products overflow, and NaN would be drawn.
+  if not 0 <= temperature <= 1e6:
+    raise ValueError(f'{temperature=} must be between 0 and 1e6')
   if top_k is not None and not (isinstance(top_k, int) and top_k >= 1):
     raise ValueError(f'{top_k=} must be an integer of at least 1')
   if top_p is not None and not 0 < top_p <= 1:
@@ -184,8 +185,8 @@ def categorical(
     raise ValueError(
       f'{top_k=}, {top_p=}, {min_p=}, {tempered=} cannot act at temperature 0'
     )
-  if not (math.isfinite(repetition_penalty) and repetition_penalty >= 1):
-    raise ValueError(f'{repetition_penalty=} must be finite and at least 1')
+  if not 1 <= repetition_penalty <= 1e6:
+    raise ValueError(f'{repetition_penalty=} must be between 1 and 1e6')
   if repetition_penalty == 1 and neighbourhood is not None:
     raise ValueError(f'{neighbourhood=} cannot act without repetition_penalty')
   if repetition_penalty != 1 and not (

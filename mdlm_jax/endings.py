@@ -14,11 +14,11 @@ def is_eos(ids: Int[Array, '*S'], eos_ids: Sequence[int]) -> Bool[Array, '*S']:
   return jnp.isin(ids, jnp.asarray(eos_ids, ids.dtype))
 
 
-def defer(
+def waits(
   candidate_ids: Int[Array, 'B K'],
   masked: Bool[Array, 'B K'],
   eos_ids: Sequence[int],
-) -> tuple[Bool[Array, 'B K'], Bool[Array, 'B K']]:
+) -> tuple[Bool[Array, 'B K'], Bool[Array, 'B 1']]:
   """Keeps EOS for last: it is written only where nothing else is proposed.
 
   Args:
@@ -27,37 +27,46 @@ def defer(
     eos_ids: ids that end a text.
 
   Returns:
-    Masked slots that have to wait, since their candidate is EOS and another
-    masked slot of the row has another one; and the masked slots of rows in
-    which every candidate is EOS, all of which are written now: written in
-    turn, the next look might propose something else beside an EOS.
+    Slots whose candidate is EOS; and the rows in which these have to wait,
+    since a masked slot has another candidate. In the other rows every masked
+    slot is to be written at once: written in turn, the next look might propose
+    something else beside an EOS.
   """
   ends = is_eos(candidate_ids, eos_ids)
-  all_end = masked & (ends | ~masked).all(1, keepdims=True)
-  return masked & ends & ~all_end, all_end
+  return ends, (masked & ~ends).any(1, keepdims=True)
 
 
-def finish(
+def after_end(
   ids: Int[Array, 'B L'], canvas: Canvas, vocab: Vocab
-) -> tuple[Int[Array, 'B L'], Bool[Array, 'B']]:
-  """Ends the rows whose first generated EOS has no MASK before it.
+) -> tuple[Bool[Array, 'B L'], Bool[Array, 'B']]:
+  """What follows the first generated EOS that has no MASK before it.
 
   Args:
     ids: the canvas as it is.
     canvas: gives the generation slots.
-    vocab: gives EOS, and PAD to fill the rest (EOS where there is no PAD).
+    vocab: gives EOS and MASK.
 
   Returns:
-    The canvas with PAD at the generation slots after such an EOS, and the rows
-    that ended.
+    The generation slots after it, and the rows that have such an EOS.
   """
   slots = canvas.generation_slots
   ends = slots & is_eos(ids, vocab.eos_ids)
   open_before = jnp.cumsum(slots & (ids == vocab.mask_id), 1)
   complete = ends & (open_before == 0)
   after = (jnp.cumsum(complete, 1) - complete) > 0
+  return slots & after, complete.any(1)
+
+
+def finish(
+  ids: Int[Array, 'B L'], canvas: Canvas, vocab: Vocab
+) -> tuple[Int[Array, 'B L'], Bool[Array, 'B']]:
+  """The canvas with PAD after the end of each row that has one, and which do.
+
+  EOS takes the place of PAD where there is no PAD.
+  """
+  after, ended = after_end(ids, canvas, vocab)
   fill = vocab.eos_ids[0] if vocab.pad_id is None else vocab.pad_id
-  return jnp.where(slots & after, fill, ids), complete.any(1)
+  return jnp.where(after, fill, ids), ended
 
 
 def count_tokens(

@@ -119,7 +119,8 @@ def sample(
       candidates are filled in; read by rules that rank committed tokens. It
       runs once a call and is not counted.
     planner_params: its parameters.
-    eos_last: writes EOS only where nothing else is proposed in the window.
+    eos_last: writes EOS only where nothing else is proposed in the window, or
+      on the last call, which writes whatever is left.
     stop_at_eos: a row ends when an EOS is committed and everything before it:
       its later slots become PAD and it takes no further call.
     block_cache: keeps the network's cache from block to block, for a network
@@ -142,9 +143,10 @@ def sample(
   """
   chex.assert_rank(canvas.ids, 2)
   chex.assert_equal_shape([x for x in canvas if x is not None])
-  if (eos_last or stop_at_eos) and not vocab.eos_ids:
+  if (eos_last or stop_at_eos) and not vocab.drawable[[*vocab.eos_ids]].any():
     raise ValueError(
-      f'{eos_last=}, {stop_at_eos=} need a vocabulary with eos_ids'
+      f'{eos_last=}, {stop_at_eos=} need a vocabulary with an EOS that may be '
+      'drawn'
     )
   if rule.reuses and not denoiser.time_free:
     raise ValueError(
@@ -155,6 +157,7 @@ def sample(
     raise ValueError('planner_params without a planner')
   if block_cache and blocks is None:
     raise ValueError('block_cache needs blocks')
+  _check_same_rows(canvas, blocks, guidance, constraint)
   if row_ids is None:
     row_ids = jnp.arange(canvas.ids.shape[0])
   decoding = Decoding(
@@ -180,6 +183,31 @@ def sample(
   if not isinstance(result.finite, jax.core.Tracer):
     check_finite(result)
   return result
+
+
+def _check_same_rows(canvas, blocks, guidance, constraint) -> None:
+  """Raises ValueError for what was made for another canvas."""
+  shape = canvas.ids.shape
+  if guidance is not None and guidance.replaced.shape != shape:
+    raise ValueError(
+      f'the guidance is of a canvas of shape {guidance.replaced.shape}, not '
+      f'{shape}'
+    )
+  if constraint is not None and constraint.index.shape != shape:
+    raise ValueError(
+      f'the constraint is of a canvas of shape {constraint.index.shape}, not '
+      f'{shape}'
+    )
+  if blocks is None or isinstance(blocks.starts, jax.core.Tracer):
+    return
+  if blocks.starts.shape != shape[:1] or blocks.length > shape[1]:
+    raise ValueError(f'the blocks are not of a canvas of shape {shape}')
+  if isinstance(canvas.generation_slots, jax.core.Tracer):
+    return
+  slots = np.arange(shape[1]) - np.asarray(blocks.starts)[:, None]
+  inside = (slots >= 0) & (slots < blocks.length * blocks.count)
+  if (np.asarray(canvas.generation_slots) & ~inside).any():
+    raise ValueError('the blocks leave out generation slots of the canvas')
 
 
 def check_finite(result: SampleResult) -> None:
@@ -233,7 +261,7 @@ def _sample(
     )
     if on_call is not None:
       jax.debug.callback(functools.partial(on_call, most=most), index + 1)
-    log = _record(log, index, needed, made, state, after, canvas, vocab)
+    log = _record(decoding, log, index, needed, made, state, after, canvas)
     return after, log
 
   def one_block(carry, block):
@@ -333,14 +361,16 @@ def _empty_log(most: int, canvas: Canvas, trajectory: bool) -> _Log:
   )
 
 
-def _record(log, index, needed, made, before, after, canvas, vocab) -> _Log:
+def _record(decoding, log, index, needed, made, before, after, canvas) -> _Log:
   """The log with one more call."""
+  vocab = decoding.vocab
   masked = sampling_step.is_masked(before.ids, canvas, vocab)
   share = masked.sum(1) / jnp.maximum(canvas.generation_slots.sum(1), 1)
   is_mask = after.ids == vocab.mask_id
   replaced = (log.last_ids != vocab.mask_id) & ~is_mask
   replaced &= canvas.generation_slots & (after.ids != log.last_ids)
-  replaced &= after.ids != vocab.protected_pad_id  # What follows an EOS.
+  if decoding.stop_at_eos:
+    replaced &= ~endings.after_end(after.ids, canvas, vocab)[0]
   kept = log.trajectory
   return _Log(
     log.ran.at[index].set(True),

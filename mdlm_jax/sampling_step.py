@@ -132,7 +132,11 @@ def step_noise(
       decoding.rule.noise(init_key, positions),
     )
 
-  return jax.vmap(one_row)(keys, at(canvas.positions, window.slots))
+  positions = canvas.positions
+  if canvas.segments is not None:
+    # Documents that are packed in a row count their positions from 0 each.
+    positions += canvas.segments << 20
+  return jax.vmap(one_row)(keys, at(positions, window.slots))
 
 
 def start_window(
@@ -234,7 +238,11 @@ def propose(
       inputs.canvas,
       context.slots,
     )
-  usable = jnp.isfinite(prediction.log_z) | ~rows.masked
+  usable = jnp.isfinite(prediction.log_z)
+  if planner is not None:
+    usable &= ~jnp.isnan(planner)
+  # Committed slots too: rules that correct them read what is said there.
+  usable |= ~rows.open
   finite = state.finite & (usable.all(1) | state.done)
   proposal = Proposal(
     candidate_ids, confidence, prediction.logits, prediction.log_z, planner
@@ -326,7 +334,9 @@ def apply_rule(
   masked = rows.open & (ids == vocab.mask_id)
   done = state.done
   if rule.adaptive:
-    done |= ~masked.any(1) if update.done is None else update.done
+    # A rule may not have been shown every slot.
+    full = ~masked.any(1)
+    done |= full if update.done is None else full & update.done
   canvas_ids = put(state.ids, ids, window.slots)
   if decoding.stop_at_eos:
     canvas_ids, ended = endings.finish(canvas_ids, inputs.canvas, vocab)
@@ -357,13 +367,15 @@ def offered_rows(
   """What the rule is shown of the rows, and slots that are written anyway."""
   if not decoding.eos_last:
     return rows, jnp.zeros_like(rows.masked)
-  deferred, all_end = endings.defer(
+  ends, waiting = endings.waits(
     proposal.candidate_ids, rows.masked, decoding.vocab.eos_ids
   )
+  # An edit may not write an EOS earlier than a MASK slot does.
+  hidden = ends & waiting & (rows.masked | decoding.rule.edits)
   offered = rows._replace(
-    open=rows.open & ~deferred, masked=rows.masked & ~deferred
+    open=rows.open & ~hidden, masked=rows.masked & ~hidden
   )
-  return offered, all_end
+  return offered, rows.masked & ~waiting
 
 
 def draw_context(

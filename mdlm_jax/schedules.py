@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from mdlm_jax.checks import check_values
+from mdlm_jax.checks import check_integer, check_values
 from mdlm_jax.interning import interned
 
 
@@ -364,5 +364,4 @@ def _falling_times(eps, num_steps):
 
 
 def _check_num_steps(num_steps):
-  if num_steps < 1:
-    raise ValueError(f'{num_steps=} must be at least 1')
+  check_integer('num_steps', num_steps, 1)

@@ -229,7 +229,7 @@ def test_the_block_cache_gives_the_same_tokens_and_counts_its_calls(draw):
     ),
     (
       lambda: blocks_lib.blocks_of(from_prompts([[]], 4, VOCAB), 0),
-      'length=0 must be at least 1',
+      'length=0 must be an integer of at least 1',
     ),
     (
       lambda: blocks_lib.steps_per_block(8, 16),

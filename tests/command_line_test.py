@@ -1,5 +1,6 @@
 import os
 import signal
+import subprocess
 import sys
 
 import pytest
@@ -51,12 +52,22 @@ def test_faults_of_the_program_keep_their_traceback():
     command_line.run(main)
 
 
-def test_interruption_is_exit_code_130(capsys):
-  def main(_):
-    raise KeyboardInterrupt
-
-  assert exit_of(main) == 130
-  assert capsys.readouterr().err == ''
+def test_interruption_ends_the_program_at_once_and_silently():
+  program = (
+    'import time\n'
+    'from mdlm_jax import command_line\n'
+    'command_line.run(lambda _: (print("ready", flush=True), time.sleep(60)))'
+  )
+  process = subprocess.Popen(
+    [sys.executable, '-c', program],
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+  assert process.stdout.readline() == 'ready\n'
+  process.send_signal(signal.SIGINT)
+  _, errors = process.communicate(timeout=30)
+  assert (process.returncode, errors) == (-signal.SIGINT, '')
 
 
 @pytest.mark.parametrize(('result', 'code'), [(None, None), (0, 0), (130, 130)])

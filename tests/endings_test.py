@@ -83,16 +83,14 @@ def test_last_it_is_written_after_all_others(rule):
   assert mixed > 10  # 1 - 0.9^6 of 50 rows draw another token at first.
 
 
-def test_deferring_leaves_slots_that_propose_no_end():
+def test_slots_that_end_wait_for_those_that_do_not():
   candidate_ids = jnp.array([[EOS, 5, EOS], [EOS, 7, EOS], [EOS, 5, EOS]])
   masked = jnp.array([[True] * 3, [True, False, True], [False] * 3])
-  deferred, all_end = endings.defer(candidate_ids, masked, (EOS,))
+  ends, waiting = endings.waits(candidate_ids, masked, (EOS,))
   np.testing.assert_array_equal(
-    deferred, [[True, False, True], [False] * 3, [False] * 3]
+    ends, [[True, False, True], [True, False, True], [True, False, True]]
   )
-  np.testing.assert_array_equal(
-    all_end, [[False] * 3, [True, False, True], [False] * 3]
-  )
+  np.testing.assert_array_equal(waiting, [[True], [False], [False]])
 
 
 def test_a_row_stops_at_an_end_with_everything_before_it():
@@ -170,10 +168,62 @@ def test_an_end_in_the_prompt_ends_nothing():
   assert result.num_tokens == 2
 
 
+@pytest.mark.parametrize(
+  'rule',
+  [
+    rules.editing(rules.threshold(0.5), 0.9, 0),
+    rules.refined(rules.first_hitting(), 1, 1),
+    rules.dilated(),
+  ],
+)
+def test_rules_that_finish_early_leave_no_mask_at_a_deferred_end(rule):
+  table = writes(3, 4, 5, 3, EOS, EOS)
+  canvas = from_prompts([[]], 6, VOCAB)
+  result = run(table, canvas, rule, draw=GREEDY, eos_last=True)
+  np.testing.assert_array_equal(result.ids, [[3, 4, 5, 3, EOS, EOS]])
+
+
+def test_an_edit_writes_no_end_before_the_last_mask():
+  """Once slot 1 stands, the network prefers an end at slot 0."""
+
+  def features(params, cache, ids, **unused):
+    wants = writes(5, 6, 7, 7)[None].at[:, 1:].multiply(0.5)
+    regret = 20.0 * jax.nn.one_hot(EOS, VOCAB.size)
+    started = (ids[:, 1] != MASK)[:, None]
+    return wants.at[:, 0].set(jnp.where(started, regret, wants[:, 0])), ()
+
+  canvas = from_prompts([[]], 4, VOCAB)
+  result = sampling.sample(
+    Denoiser(features, lambda params, hidden: hidden), (), jax.random.key(0),
+    canvas, vocab=VOCAB, rule=rules.editing(rules.left_to_right(4), 0.5, 2),
+    draw=GREEDY, eos_last=True, trajectory=True,
+  )  # fmt: skip
+  path = np.asarray(result.trajectory[:, 0])
+  np.testing.assert_array_equal(path[3], [5, 6, 7, 7])
+  np.testing.assert_array_equal(result.ids, [[EOS, 6, 7, 7]])
+
+
+@pytest.mark.parametrize(
+  'vocab',
+  [
+    Vocab(9, MASK, eos_ids=(EOS,)),
+    Vocab(9, MASK, pad_id=EOS, eos_ids=(EOS,), pad_is_eos=True),
+  ],
+)
+def test_what_is_cut_off_after_an_end_counts_as_no_change(vocab):
+  table = writes(5, 6, EOS, 7, 7, 7) * jnp.arange(1.0, 7)[:, None]
+  result = run(
+    table, from_prompts([[]], 6, vocab), rules.by_confidence(6), vocab=vocab,
+    draw=GREEDY, stop_at_eos=True,
+  )  # fmt: skip
+  np.testing.assert_array_equal(result.ids, [[5, 6, EOS, EOS, EOS, EOS]])
+  assert not result.changes.any()
+
+
 @pytest.mark.parametrize('option', ['eos_last', 'stop_at_eos'])
 def test_without_an_end_the_options_are_refused(option):
   vocab = Vocab(9, MASK, PAD)
-  with pytest.raises(ValueError, match='need a vocabulary with eos_ids'):
+  with pytest.raises(ValueError, match='with an EOS that may be drawn'):
     run(
       writes(5, 5), from_prompts([[]], 2, vocab), rules.by_confidence(1),
       vocab=vocab, **{option: True},

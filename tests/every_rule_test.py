@@ -149,6 +149,14 @@ def test_a_row_does_not_depend_on_the_rows_beside_it_or_on_padding(name):
   np.testing.assert_array_equal(shifted.ids[0], result.ids[0])
 
 
+@pytest.mark.parametrize('name', ['dilated', 'first hitting', 'klass'])
+def test_a_row_does_not_depend_on_the_length_of_the_canvas(name):
+  together = run(name, from_rows(ROWS, VOCAB, length=LENGTH))
+  alone = run(name, from_rows([ROWS[2]], VOCAB), jnp.array([2]))
+  np.testing.assert_array_equal(alone.ids[0], together.ids[2, :6])
+  assert alone.calls == together.calls_per_row[2]
+
+
 @pytest.mark.parametrize('name', ['kernel, cached', 'threshold', 'remasking'])
 def test_eager_execution_gives_the_same(name):
   canvas = from_rows([row[:3] for row in ROWS], VOCAB)

@@ -331,7 +331,7 @@ def test_equal_settings_are_the_same_object():
     (lambda: rules.entropy_bound(-0.1), 'gamma=-0.1 must be finite and at'),
     (lambda: rules.klass(float('inf'), 0.1), 'confidence=inf must be finite'),
     (lambda: rules.klass(0.9, 0.0), 'kl=0.0 must be finite and above 0'),
-    (lambda: rules.klass(0.9, 0.1, history=0), 'history=0 must be at least 1'),
+    (lambda: rules.klass(0.9, 0.1, history=0), 'history=0 must be an integer'),
   ],
 )
 def test_impossible_settings_raise(make, message):

@@ -341,7 +341,7 @@ CACHED = rules.kernel(uniform_grid(3), cached=True)
 @pytest.mark.parametrize(
   ('make', 'message'),
   [
-    (lambda: rules.path_planning(0), 'num_steps=0 must be at least 1'),
+    (lambda: rules.path_planning(0), 'num_steps=0 must be an integer'),
     (lambda: rules.path_planning(2, eta=-1.0), 'eta=-1.0 must be finite'),
     (lambda: rules.editing(KERNEL, 1.0, 2), 'threshold=1.0 must'),
     (lambda: rules.editing(KERNEL, 0.5, -1), 'max_rounds=-1 must'),

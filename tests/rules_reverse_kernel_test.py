@@ -329,7 +329,7 @@ def test_equal_settings_are_the_same_object():
     (lambda: rules.kernel((1.0, 0.5, 0.5, 0.0)), 'must fall strictly'),
     (lambda: rules.kernel((0.9, 0.0)), 'must fall strictly'),
     (lambda: rules.kernel((1.0, 0.1)), 'must fall strictly'),
-    (lambda: rules.first_hitting(per_call=0), 'per_call=0 must be at least 1'),
+    (lambda: rules.first_hitting(per_call=0), 'per_call=0 must be an integer'),
   ],
 )
 def test_impossible_settings_raise(make, message):

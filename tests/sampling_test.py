@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mdlm_jax import draws, rules, sampling
+from mdlm_jax.blocks import blocks_of
 from mdlm_jax.canvas import from_prompts, from_rows
+from mdlm_jax.constraints import constrain
 from mdlm_jax.guidance import guide
 from mdlm_jax.models import transformer
 from mdlm_jax.predict import Denoiser
@@ -420,3 +422,52 @@ def test_a_network_is_fed_the_level_at_which_the_share_is_masked():
   result = run(UNIFORM, canvas, rules.left_to_right(2), schedule=cosine())
   # sin(pi/2 t) masked: half of the slots at t = arcsin(1/2) / (pi/2).
   np.testing.assert_allclose(result.requested_t[:, 0], [1, 1 / 3], atol=1e-6)
+
+
+def test_documents_packed_in_a_row_have_noise_of_their_own():
+  rows = from_rows([[None] * 16], VOCAB)
+  second = jnp.arange(16)[None] >= 8
+  packed = rows._replace(
+    positions=rows.positions % 8, segments=second.astype(jnp.int32)
+  )
+  rule = rules.kernel(uniform_grid(2))
+  ids = run(UNIFORM, packed, rule).ids[0]
+  assert ids[:8].tolist() != ids[8:].tolist()
+  # The first one is as it would be alone.
+  alone = run(UNIFORM, from_rows([[None] * 8], VOCAB, length=16), rule).ids
+  np.testing.assert_array_equal(alone[0, :8], ids[:8])
+
+
+def test_nan_where_a_corrector_reads_it_raises():
+  def nan_at_tokens(params, ids, t, positions):
+    return jnp.where(ids == VOCAB.mask_id, 0.0, jnp.nan)[..., None] * jnp.ones(
+      VOCAB.size
+    )
+
+  canvas = from_prompts([[], []], 4, VOCAB)
+  rule = rules.refined(rules.by_confidence(2), 1, 1)
+  with pytest.raises(ValueError, match='non-finite'):
+    run(stub(nan_at_tokens), canvas, rule)
+  planned = rules.path_planning(2, planner=rules.external_planner)
+  with pytest.raises(ValueError, match='non-finite'):
+    run(
+      UNIFORM, canvas, planned,
+      planner=lambda params, ids, canvas, slots: jnp.full(slots.shape, jnp.nan),
+    )  # fmt: skip
+
+
+def test_what_was_made_for_another_canvas_is_refused():
+  canvas = from_prompts([[5], [6], [7]], 4, VOCAB)
+  one_row = from_prompts([[5]], 4, VOCAB)
+  short = from_prompts([[5], [6], [7]], 3, VOCAB)
+  for options, message in [
+    ({'guidance': guide(one_row, VOCAB, 1.0)}, 'guidance is of a canvas'),
+    (
+      {'constraint': constrain(one_row, [[None, [5], *[None] * 3]], VOCAB)},
+      'constraint is of a canvas',
+    ),
+    ({'blocks': blocks_of(one_row, 2)}, 'blocks are not of a canvas'),
+    ({'blocks': blocks_of(short, 3)}, 'leave out generation slots'),
+  ]:
+    with pytest.raises(ValueError, match=message):
+      run(UNIFORM, canvas, rules.by_confidence(1), **options)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from mdlm_jax.checks import check_integer
 from mdlm_jax.draws import negative_entropy
 from mdlm_jax.interning import interned
 from mdlm_jax.reverse import top_eligible
@@ -160,8 +161,7 @@ def klass(confidence: float, kl: float, *, history: int = 1) -> Rule:
   _check(confidence, 'confidence', minimum=-math.inf)
   if not (math.isfinite(kl) and kl > 0):
     raise ValueError(f'{kl=} must be finite and above 0')
-  if history < 1:
-    raise ValueError(f'{history=} must be at least 1')
+  check_integer('history', history, 1)
 
   def init(noise, row, num_ids):
     del noise

@@ -5,11 +5,11 @@ visible input, such as the exact denoiser, is certain of all of them: it edits
 none, and takes back by position only.
 """
 
-import operator
 from collections.abc import Callable
 
 import jax.numpy as jnp
 
+from mdlm_jax.checks import check_integer
 from mdlm_jax.interning import interned
 from mdlm_jax.reverse import top_eligible
 from mdlm_jax.rules.contract import Proposal, Row, Rule, Update
@@ -139,8 +139,8 @@ def editing(rule: Rule, threshold: float, max_rounds: int) -> Rule:
     The rule; adaptive, with at most max_rounds calls more than `rule`.
 
   Raises:
-    ValueError: for numbers out of range, a rule whose proposals have no logits,
-      or one that takes tokens back.
+    ValueError: for numbers out of range, or a rule whose proposals have no
+      logits; at the first call for a rule that takes tokens back.
 
   Example:
     >>> from mdlm_jax.rules.planned import by_confidence
@@ -149,8 +149,7 @@ def editing(rule: Rule, threshold: float, max_rounds: int) -> Rule:
   """
   if not 0 <= threshold < 1:
     raise ValueError(f'{threshold=} must be in [0, 1)')
-  if operator.index(max_rounds) < 0:
-    raise ValueError(f'{max_rounds=} must be at least 0')
+  check_integer('max_rounds', max_rounds, 0)
   _check_logits(rule)
 
   def init(noise, row, num_ids):
@@ -226,10 +225,8 @@ def refined(rule: Rule, rounds: int, count: int) -> Rule:
     >>> refined(by_confidence(4), rounds=2, count=1).calls(num_slots=10)
     6
   """
-  if operator.index(rounds) < 1:
-    raise ValueError(f'{rounds=} must be at least 1')
-  if operator.index(count) < 1:
-    raise ValueError(f'{count=} must be at least 1')
+  check_integer('rounds', rounds, 1)
+  check_integer('count', count, 1)
   _check_logits(rule)
 
   def init(noise, row, num_ids):

@@ -1,7 +1,6 @@
 """Counts known in advance: how many slots each call writes."""
 
 import itertools
-import math
 from collections.abc import Callable
 
 import jax
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mdlm_jax import noise as noise_lib
+from mdlm_jax.checks import check_integer
 from mdlm_jax.interning import interned
 from mdlm_jax.reverse import top_eligible
 from mdlm_jax.rules.cells import order_cells
@@ -90,8 +90,8 @@ def maskgit(
     >>> maskgit(12, 4.5).calls(num_slots=256)
     12
   """
-  if not (math.isfinite(choice_temperature) and choice_temperature >= 0):
-    raise ValueError(f'{choice_temperature=} must be finite and at least 0')
+  if not 0 <= choice_temperature <= 1e6:
+    raise ValueError(f'{choice_temperature=} must be between 0 and 1e6')
 
   def scale(step):
     return choice_temperature * (1 - (step + 1) / num_steps)
@@ -142,8 +142,8 @@ def by_sampled_confidence(
     >>> by_sampled_confidence(8, 0.2).calls(num_slots=32)
     8
   """
-  if not (math.isfinite(temperature) and temperature > 0):
-    raise ValueError(f'{temperature=} must be finite and above 0')
+  if not 1e-6 <= temperature <= 1e6:
+    raise ValueError(f'{temperature=} must be between 1e-6 and 1e6')
 
   def score(noise, step, row, proposal):
     del step, row
@@ -230,12 +230,12 @@ def left_to_right(num_steps: int, *, counts: Callable = plan_counts) -> Rule:
 def dilated(base: int = 2) -> Rule:
   """Groups of distant slots, coarse to fine.
 
-  With R the least integer for which base^R is at least the number of slots, at
-  least 1, call k = 1..R writes the MASK slots whose distance from the window's
-  first open slot is a multiple of base^(R - k) (Luxembourg et al. 2025, arXiv
-  2506.19037, the dilated unmasking scheduler; there the stride is
-  floor(slots / base^k), which is the same for slots that are a power of the
-  base). In base 2 no call writes two neighbours, save in a window of two.
+  The n MASK slots of a row are counted 0, 1, ... from the left. With R the
+  least integer of at least 1 for which base^R >= n, call k = 1..R writes those
+  at multiples of base^(R - k) (Luxembourg et al. 2025, arXiv 2506.19037, the
+  dilated unmasking scheduler; there the stride is floor(n / base^k), which is
+  the same where n is a power of the base). In base 2 no call writes two
+  neighbours, save in a row of two.
 
   The groups do not depend on values: with an exact denoiser the only error is
   that of drawing the slots of one group independently.
@@ -244,34 +244,34 @@ def dilated(base: int = 2) -> Rule:
     base: ratio of successive strides, at least 2.
 
   Returns:
-    The rule.
+    The rule; adaptive, since rows differ in R.
 
   Raises:
-    ValueError: for a `base` below 2.
+    ValueError: for a `base` that is no integer of at least 2.
 
   Example:
     >>> dilated().calls(num_slots=32), dilated(4).calls(num_slots=33)
     (5, 3)
   """
-  if base < 2:
-    raise ValueError(f'{base=} must be at least 2')
+  check_integer('base', base, 2)
 
   def calls(num_slots):
     return next(r for r in itertools.count(1) if base**r >= num_slots)
 
   def init(noise, row, num_ids):
     del noise, num_ids
-    return jnp.argmax(row.open), None
+    index = jnp.cumsum(row.masked) - 1
+    powers = base ** np.arange(1, calls(row.masked.shape[0]))
+    num_calls = 1 + (jnp.asarray(powers, jnp.int32) < row.masked.sum()).sum()
+    return (index, num_calls), None
 
-  def update(noise, step, row, proposal, first_open):
+  def update(noise, step, row, proposal, state):
     del noise, proposal
-    num_slots = row.masked.shape[0]
-    strides = base ** np.arange(calls(num_slots))[::-1]
-    distance = jnp.arange(num_slots) - first_open
-    in_group = distance % jnp.asarray(strides)[step] == 0
-    return Update(row.masked & in_group, first_open)
+    index, num_calls = state
+    stride = base ** jnp.maximum(num_calls - 1 - step, 0)
+    return Update(row.masked & (index % stride == 0), state)
 
-  return Rule(calls, update, init=init)
+  return Rule(calls, update, init=init, adaptive=True)
 
 
 def largest_count(counts: Callable, num_slots: int, num_steps: int) -> int:

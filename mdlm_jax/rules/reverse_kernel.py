@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from mdlm_jax import noise as noise_lib
+from mdlm_jax.checks import check_integer
 from mdlm_jax.interning import interned
 from mdlm_jax.reverse import top_eligible
 from mdlm_jax.rules.cells import bernoulli_cells
@@ -132,8 +133,7 @@ def first_hitting(schedule: Schedule = linear(), *, per_call: int = 1) -> Rule:
     >>> first_hitting(per_call=4).calls(num_slots=10)
     3
   """
-  if per_call < 1:
-    raise ValueError(f'{per_call=} must be at least 1')
+  check_integer('per_call', per_call, 1)
 
   def noise(row_key, positions):
     order_key, time_key = jax.random.split(row_key)

@@ -187,13 +187,15 @@ def switch(
     One number a step.
 
   Raises:
-    ValueError: for another number of sigmas than steps.
+    ValueError: for another number of sigmas than steps, or a level outside
+      [0, 1].
 
   Example:
     >>> switch((1.0, 0.5, 0.25, 0.0), (0.1, 0.1, 0.0), 0.5)
     (0.0, 0.1, 0.0)
   """
   _check_length(grid, sigmas)
+  _check_share('t_switch', t_switch)
   active = np.asarray(grid)[:-1] <= t_switch
   return _floats(np.where(active, sigmas, 0.0))
 
