@@ -7,13 +7,14 @@ small spaces in `mdlm_jax.oracle`; names for command lines in
 `mdlm_jax.named_rules`.
 """
 
-from mdlm_jax import draws, rules
+from mdlm_jax import bound_estimators, draws, likelihood, rules
 from mdlm_jax.blocks import Blocks, blocks_of, steps_per_block
 from mdlm_jax.canvas import Canvas, from_prompts, from_rows, row_from_template
 from mdlm_jax.constraints import Constraint, constrain
 from mdlm_jax.corruption import Corruption, corrupt
 from mdlm_jax.draws import Draw, categorical
 from mdlm_jax.guidance import Guidance, guide
+from mdlm_jax.likelihood import log_prob
 from mdlm_jax.losses import (
   Total,
   answer_loss,
@@ -63,6 +64,7 @@ __all__ = [
   'Vocab',
   'answer_loss',
   'blocks_of',
+  'bound_estimators',
   'by_confidence',
   'carry_over',
   'categorical',
@@ -85,8 +87,10 @@ __all__ = [
   'guide',
   'iid_times',
   'kernel',
+  'likelihood',
   'linear',
   'log_linear',
+  'log_prob',
   'plan_counts',
   'polynomial',
   'reveal_probability',
