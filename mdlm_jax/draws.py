@@ -92,11 +92,15 @@ def row_maximum(prediction, candidate_ids, noise) -> Float[Array, '*S']:
 def margin(prediction, candidate_ids, noise) -> Float[Array, '*S']:
   """Largest minus second largest probability (Kim et al. 2025)."""
   del candidate_ids, noise
-  top, _ = jax.lax.top_k(prediction.logits, 2)
-  first, second = jnp.moveaxis(
-    jnp.exp(top - prediction.log_z[..., None]), -1, 0
+  # The second stands in the block of the first or leads another block.
+  maxima = prediction.block_maxima
+  block = jnp.argmax(maxima, -1)
+  second = jnp.maximum(
+    _without_largest(maxima).max(-1),
+    _without_largest(_entries(prediction.logits, block)).max(-1),
   )
-  return first - second
+  first = jnp.exp(maxima.max(-1) - prediction.log_z)
+  return first - jnp.exp(second - prediction.log_z)
 
 
 def negative_entropy(prediction, candidate_ids, noise) -> Float[Array, '*S']:
@@ -466,6 +470,12 @@ def _entries(logits, block):
   """The logits of one block of the vocabulary, `[..., b]`."""
   blocks = logits.reshape(logits.shape[:-1] + block_shape(logits.shape[-1]))
   return jnp.take_along_axis(blocks, block[..., None, None], -2)[..., 0, :]
+
+
+def _without_largest(logits):
+  """Minus infinity at the first of the largest."""
+  largest = jnp.argmax(logits, -1)[..., None]
+  return jnp.where(jnp.arange(logits.shape[-1]) == largest, -jnp.inf, logits)
 
 
 def _perturb(logits, gumbel):

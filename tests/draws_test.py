@@ -445,3 +445,15 @@ def test_one_and_the_same_object_for_equal_settings():
 def test_settings_out_of_range_raise(options, message):
   with pytest.raises(ValueError, match=message):
     categorical(**options)
+
+
+@pytest.mark.parametrize('num_ids', [2, 7, 12, 64])
+def test_the_margin_by_blocks_is_that_of_the_two_largest(num_ids):
+  rng = np.random.default_rng(num_ids)
+  # Few values, so that the largest is often there twice; some rows have one id.
+  logits = rng.integers(0, 4, (200, num_ids)).astype(np.float32)
+  logits[:20, 1:] = -np.inf
+  p = np.exp(logits - np.log(np.exp(logits).sum(-1, keepdims=True)))
+  first, second = np.sort(p)[:, :-3:-1].T
+  got = draws.margin(reduce_logits(jnp.array(logits)), None, None)
+  np.testing.assert_allclose(got, first - second, atol=1e-6)
