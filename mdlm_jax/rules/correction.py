@@ -158,13 +158,10 @@ def editing(rule: Rule, threshold: float, max_rounds: int) -> Rule:
 
   def update(noise, step, row, proposal, state):
     inner_state, rounds = state
-    last = rule.calls(row.masked.shape[0]) - 1
-    fill = rule.update(
-      noise, jnp.minimum(step, last), row, proposal, inner_state
-    )
+    fill, is_over = _fill(rule, noise, step, row, proposal, inner_state)
     if fill.remask is not None:
       raise ValueError('editing wraps rules that take nothing back')
-    write = row.masked & (fill.write | (step >= last))
+    write = row.masked & (fill.write | is_over)
     edit = (
       row.open
       & ~row.masked
@@ -235,11 +232,8 @@ def refined(rule: Rule, rounds: int, count: int) -> Rule:
 
   def update(noise, step, row, proposal, state):
     inner_state, finished = state
-    last = rule.calls(row.masked.shape[0]) - 1
-    fill = rule.update(
-      noise, jnp.minimum(step, last), row, proposal, inner_state
-    )
-    finishing = (step >= last) | (finished > 0)
+    fill, is_over = _fill(rule, noise, step, row, proposal, inner_state)
+    finishing = is_over | (finished > 0)
     if rule.adaptive:
       left = row.masked & ~fill.write
       finishing |= ~left.any() if fill.done is None else fill.done
@@ -275,6 +269,13 @@ def refined(rule: Rule, rounds: int, count: int) -> Rule:
     init=init,
     cells=cells,
   )
+
+
+def _fill(rule, noise, step, row, proposal, state):
+  """What the wrapped rule decides, and whether its last call is now or past."""
+  last = rule.calls(row.masked.shape[0]) - 1
+  fill = rule.update(noise, jnp.minimum(step, last), row, proposal, state)
+  return fill, step >= last
 
 
 def _check_logits(rule):
