@@ -44,8 +44,16 @@ def load(name: str) -> types.ModuleType:
 def _no_other_flags():
   """Scripts share names of flags, which absl keeps once per process."""
   before = dict(flags.FLAGS.__dict__)
+  of_absl = [
+    flag
+    for module, own in flags.FLAGS.flags_by_module_dict().items()
+    if module.startswith('absl.')
+    for flag in own
+  ]
   flags.FLAGS.__dict__.clear()
   flags.FLAGS.__init__()
+  for flag in of_absl:  # What logs a warning reads them.
+    flags.FLAGS[flag.name] = flag
   try:
     yield
   finally:
