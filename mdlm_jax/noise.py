@@ -41,6 +41,23 @@ def position_keys(
   return jax.vmap(jax.random.fold_in, (None, 0))(row_key, positions)
 
 
+def packed_positions(
+  positions: Int[Array, 'B L'], segments: Int[Array, 'B L'] | None
+) -> Int[Array, 'B L']:
+  """Positions that differ also between the documents packed in a row.
+
+  These count their positions from 0 each, and would share their noise.
+
+  Args:
+    positions: logical positions, below 2^20. Shape `[B, L]`.
+    segments: document of each slot, or None.
+
+  Returns:
+    The positions themselves in the first document. Shape `[B, L]`.
+  """
+  return positions if segments is None else positions + (segments << 20)
+
+
 def position_uniforms(
   row_key: Key[Array, ''], positions: Int[Array, 'L']
 ) -> Float[Array, 'L']:

@@ -17,6 +17,7 @@ from mdlm_jax.canvas import Canvas
 from mdlm_jax.constraints import Constraint
 from mdlm_jax.draws import Context, Draw, DrawNoise
 from mdlm_jax.guidance import Guidance
+from mdlm_jax.noise import packed_positions
 from mdlm_jax.predict import Denoiser, Prediction, predict
 from mdlm_jax.reverse import commit
 from mdlm_jax.rules import Proposal, Row, Rule
@@ -132,10 +133,7 @@ def step_noise(
       decoding.rule.noise(init_key, positions),
     )
 
-  positions = canvas.positions
-  if canvas.segments is not None:
-    # Documents that are packed in a row count their positions from 0 each.
-    positions += canvas.segments << 20
+  positions = packed_positions(canvas.positions, canvas.segments)
   return jax.vmap(one_row)(keys, at(positions, window.slots))
 
 

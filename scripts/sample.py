@@ -19,7 +19,6 @@ Decoding has independent axes (docs/decoding.md):
               --refine_rounds beside any rule
 """
 
-import functools
 import json
 import math
 import sys
@@ -234,14 +233,13 @@ def generate(
   """Compiles the sampler and runs it once, each timed."""
   arguments = (model.params, jax.random.key(_SEED.value), filled)
   static = {**chosen.static, 'trajectory': trajectory, 'on_call': on_call}
-  sample = sampling.sample
-  if chosen.arrays:  # A few integers a row, which may well be constants.
-    sample = functools.partial(sample, **chosen.arrays)
-  sampler = jax.jit(sample, static_argnames=('denoiser', *static))
+  sampler = jax.jit(sampling.sample, static_argnames=('denoiser', *static))
   start = time.perf_counter()
-  compiled = sampler.lower(model.denoiser, *arguments, **static).compile()
+  compiled = sampler.lower(
+    model.denoiser, *arguments, **static, **chosen.arrays
+  ).compile()
   middle = time.perf_counter()
-  result = jax.block_until_ready(compiled(*arguments))
+  result = jax.block_until_ready(compiled(*arguments, **chosen.arrays))
   end = time.perf_counter()
   jax.effects_barrier()  # The last words of `on_call`.
   sampling.check_finite(result)

@@ -8,7 +8,7 @@ import small_joints
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mdlm_jax import draws, rules
+from mdlm_jax import draws, filters, rules
 from mdlm_jax.blocks import blocks_of
 from mdlm_jax.canvas import from_rows
 from mdlm_jax.draws import categorical
@@ -109,9 +109,9 @@ def test_top_k_comes_before_top_p():
 
 def test_min_p_is_relative_to_the_most_probable():
   # The limit is 0.4 * 0.5 = 0.2.
-  kept = draws.keep_min_p(log(0.5, 0.25, 0.2001, 0.0499, 0.0), 0.4) > -jnp.inf
+  kept = filters.keep_min_p(log(0.5, 0.25, 0.2001, 0.0499, 0.0), 0.4) > -jnp.inf
   np.testing.assert_array_equal(kept, [True, True, True, False, False])
-  equal = draws.keep_min_p(log(0.4, 0.4, 0.2), 1.0) > -jnp.inf
+  equal = filters.keep_min_p(log(0.4, 0.4, 0.2), 1.0) > -jnp.inf
   np.testing.assert_array_equal(equal, [True, True, False])
 
 
@@ -286,24 +286,26 @@ def test_top_p_keeps_exactly_the_nucleus(weights, p):
   more_probable = np.array([probs[probs > q].sum() for q in probs])
   if np.abs(more_probable - p).min() < 1e-5:
     return  # which side float32 falls on is not defined
-  kept = draws.keep_top_p(jnp.log(jnp.array(probs, jnp.float32)), p) > -jnp.inf
+  kept = (
+    filters.keep_top_p(jnp.log(jnp.array(probs, jnp.float32)), p) > -jnp.inf
+  )
   np.testing.assert_array_equal(kept, more_probable < p)
 
 
 def test_top_k_keeps_k_tokens_and_their_ties():
   logits = jnp.array([0.3, 0.1, 0.9, -jnp.inf, 0.5, 0.5])
   for k, kept in [(1, [2]), (2, [2, 4, 5]), (3, [2, 4, 5]), (4, [0, 2, 4, 5])]:
-    got = draws.keep_top_k(logits, k) > -jnp.inf
+    got = filters.keep_top_k(logits, k) > -jnp.inf
     np.testing.assert_array_equal(np.flatnonzero(got), kept)
-  np.testing.assert_array_equal(draws.keep_top_k(logits, 9), logits)
+  np.testing.assert_array_equal(filters.keep_top_k(logits, 9), logits)
 
 
 def test_top_k_tells_close_logits_apart():
   close = np.nextafter(np.float32(20), np.float32(21))
-  got = draws.keep_top_k(jnp.array([20.0, close, -60.0]), 1) > -jnp.inf
+  got = filters.keep_top_k(jnp.array([20.0, close, -60.0]), 1) > -jnp.inf
   np.testing.assert_array_equal(got, [False, True, False])
   # Whose probabilities are all 0 in float32.
-  got = draws.keep_top_k(jnp.array([0.0, -200.0, -300.0]), 2) > -jnp.inf
+  got = filters.keep_top_k(jnp.array([0.0, -200.0, -300.0]), 2) > -jnp.inf
   np.testing.assert_array_equal(got, [True, True, False])
 
 

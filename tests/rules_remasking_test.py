@@ -18,7 +18,7 @@ from small_joints import (
   total_variation,
 )  # fmt: skip
 
-from mdlm_jax import draws, oracle, rules, sampling
+from mdlm_jax import draws, filters, oracle, rules, sampling
 from mdlm_jax.canvas import from_prompts
 from mdlm_jax.reverse import commit
 from mdlm_jax.rules import Proposal, Row, sigmas
@@ -388,11 +388,11 @@ def test_nucleus_differs_from_remdm_by_the_token_that_crosses():
     kept = row[:MASK] > 0
     logits = jnp.log(jnp.asarray(p[:MASK]))
     mass = float(p[:MASK][kept].sum())
-    at_mass = np.exp(draws.keep_top_p(logits, mass - 1e-6))
+    at_mass = np.exp(filters.keep_top_p(logits, mass - 1e-6))
     np.testing.assert_allclose(
       reveal * at_mass / at_mass.sum(), row[:MASK], atol=1e-6
     )
-    ours = np.isfinite(draws.keep_top_p(logits, float(case['nucleus_p'])))
+    ours = np.isfinite(filters.keep_top_p(logits, float(case['nucleus_p'])))
     crossed = mass >= case['nucleus_p']
     assert (ours & kept).sum() == kept.sum()
     assert ours.sum() == kept.sum() + (not crossed)

@@ -17,7 +17,7 @@ from small_joints import (
   total_variation,
 )
 
-from mdlm_jax import draws, oracle, rules, sampling, schedules
+from mdlm_jax import draws, filters, oracle, rules, sampling, schedules
 from mdlm_jax.canvas import from_prompts
 from mdlm_jax.reverse import commit
 from mdlm_jax.rules import Proposal, Row
@@ -239,7 +239,7 @@ def test_kernel_steps_are_those_of_md4(name, schedule, step, top_p):
   rule = rules.kernel(schedules.cosine_grid(8), squeezed(schedule))
   logits = jnp.asarray(golden['logits'])
   if top_p is not None:
-    logits = draws.keep_top_p(logits, top_p)
+    logits = filters.keep_top_p(logits, top_p)
   p = np.asarray(jax.nn.softmax(logits), np.float64)
   z_t, uniform = golden['z_t'], golden['uniform']
   masked = z_t == 13
