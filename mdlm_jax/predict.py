@@ -25,21 +25,26 @@ class Denoiser(NamedTuple):
       segments) -> (hidden, cache)`. `ids`, `valid`, `positions`, `segments`
       (or None) have shape `[B, L]`, `t` `[B]` is the noise level, `step` the
       number of the call. `at` `[B, W]` holds the slots whose hidden states are
-      wanted (contiguous, distinct, in range, per row), None all of them.
-      `hidden` is `[B, W, d]`. `cache=None` asks for a full forward pass; a
-      network without a cache returns `()`.
+      wanted, distinct in a row, None all of them. `hidden` is `[B, W, d]`.
+      `cache=None` asks for a full forward pass. Given the cache that a call
+      returned, only the slots `at` are computed and stored anew, and what they
+      see of the others is what is stored; a slot L is none, for rows that want
+      fewer than W. A network without a cache returns `()`.
     head: `head(params, hidden) -> logits`, `[B, W, d]` to `[B, W, V]`.
     time_free: declares that `features` ignores `t` and `step`, so that a canvas
       that did not change has the prediction it had.
     shifted: declares that the logits at a slot are those of the token after it,
       see `alignment.shifted_features`. Everything that asks the network through
       this module reads the flag: sampler, losses and bounds.
+    attention_block: declares that a slot sees its own and earlier blocks of so
+      many logical positions only; None: that every slot may see all.
   """
 
   features: Callable
   head: Callable
   time_free: bool = False
   shifted: bool = False
+  attention_block: int | None = None
 
 
 class Prediction(NamedTuple):

@@ -1,8 +1,8 @@
-"""Attention over a row in both directions, with rotary positions."""
+"""Attention over a row: who sees whom, stored keys, rotary positions."""
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 # Finite, so that a query without any visible key averages all of them instead
 # of becoming NaN; so low that exp gives exactly 0 beside any real score.
@@ -10,7 +10,9 @@ _HIDDEN_SCORE = -1e30
 
 
 def attention_mask(
-  valid: Bool[Array, 'B L'], segments: Int[Array, 'B L'] | None = None
+  valid: Bool[Array, 'B L'],
+  segments: Int[Array, 'B L'] | None = None,
+  blocks: Int[Array, 'B L'] | None = None,
 ) -> Bool[Array, 'B #Q L']:
   """Which keys each query sees: valid ones, of its own segment.
 
@@ -20,9 +22,11 @@ def attention_mask(
     valid: False at padding. Shape `[B, L]`.
     segments: number of the document at each position; None: one per row.
       Shape `[B, L]`.
+    blocks: number of the block at each position, see `attention_blocks`; later
+      blocks are not seen. Shape `[B, L]`.
 
   Returns:
-    Shape `[B, 1, L]`, or `[B, L queries, L keys]` with segments.
+    Shape `[B, 1, L]`, or `[B, L queries, L keys]` with segments or blocks.
 
   Example:
     >>> attention_mask(jnp.array([[True, False]])).tolist()
@@ -31,7 +35,62 @@ def attention_mask(
   mask = valid[:, None, :]
   if segments is not None:
     mask &= segments[:, :, None] == segments[:, None, :]
+  if blocks is not None:
+    mask &= blocks[:, :, None] >= blocks[:, None, :]
   return mask
+
+
+def attention_blocks(
+  positions: Int[Array, 'B L'], length: int | None
+) -> Int[Array, 'B L'] | None:
+  """The block of each logical position; None where all see all."""
+  return None if length is None else positions // length
+
+
+def slots_of(
+  values: Shaped[Array, 'B L *d'], slots: Int[Array, 'B W']
+) -> Shaped[Array, 'B W *d']:
+  """What stands at the slots; a slot L, which is none, has what is last."""
+  if values.shape[1] == 1:  # The same for every slot.
+    return values
+  index = slots.reshape(*slots.shape, *[1] * (values.ndim - 2))
+  return jnp.take_along_axis(values, index, 1, mode='clip')
+
+
+def attend_all(mask, q, k, v, stored):
+  """Every slot's queries on every slot's keys; keys and values are kept."""
+  del stored
+  return attention(q, k, v, mask), (k, v)
+
+
+def attend_stored(
+  mask: Bool[Array, 'B #W L'],
+  slots: Int[Array, 'B W'],
+  q: Float[Array, 'B W H D'],
+  k: Float[Array, 'B W K D'],
+  v: Float[Array, 'B W K D'],
+  stored: tuple[Float[Array, 'B L K D'], Float[Array, 'B L K D']],
+) -> tuple[Float[Array, 'B W H D'], tuple]:
+  """Queries of some slots on theirs and on the stored keys of all others.
+
+  Args:
+    mask: which keys each of the slots sees.
+    slots: where the slots are, distinct. A slot L is none: nothing is stored
+      of it, and what is returned for it means nothing.
+    q: queries of the slots.
+    k: their keys.
+    v: their values.
+    stored: keys and values of all slots.
+
+  Returns:
+    What the slots see, and the stored keys and values with theirs in place.
+  """
+  rows = jnp.arange(slots.shape[0])[:, None]
+  stored = tuple(
+    old.at[rows, slots].set(new, mode='drop', unique_indices=True)
+    for old, new in zip(stored, (k, v), strict=True)
+  )
+  return attention(q, *stored, mask), stored
 
 
 def attention(

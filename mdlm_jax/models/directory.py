@@ -40,6 +40,7 @@ _LATER_FIELDS = {
   'logit_scale',
   'rope_dtype',
   'shifted',
+  'attention_block',
 }
 _ARCHITECTURE = 'mdlm_jax'
 DTYPES = ('float32', 'bfloat16')

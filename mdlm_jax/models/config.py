@@ -1,0 +1,123 @@
+"""The shape of a transformer; `families` says which model has what."""
+
+import dataclasses
+
+_DTYPES = ('float32', 'bfloat16')
+_QK_NORMS = ('head', 'projection')
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformerConfig:
+  """Shape of the network; static and hashable.
+
+  Attributes:
+    vocab_size: rows of the embedding table, special ids included.
+    num_layers: number of blocks.
+    model_dim: width of the residual stream.
+    num_heads: query heads; without `head_width` they must divide `model_dim`
+      into heads of even width.
+    mlp_dim: hidden width of SwiGLU.
+    max_length: longest sequence accepted, the trained length.
+    num_kv_heads: key/value heads, a divisor of `num_heads`; None: one each.
+    time_conditioning: whether the noise level `t` steers the norms.
+    tied_head: whether the head is the transposed embedding table.
+    rope_base: base of the rotary wavelengths.
+    norm_eps: added to the mean square under the root.
+    dtype: compute dtype, 'float32' or 'bfloat16'. Norms, softmax and logits are
+      computed in float32 either way.
+    head_width: width of a head, even; None: `model_dim / num_heads`.
+    qkv_bias: whether queries, keys and values have a bias.
+    qk_norm: RMSNorm of queries and keys before the rotation: of each 'head'
+      (Henry et al., 2020), or of the whole 'projection' at once.
+    embedding_scale: factor of the embedded ids; None: the inverse of the spread
+      of a fresh table, so that the stream begins with unit variance.
+    logit_scale: factor of the logits.
+    rope_dtype: to which the rotary cosines and sines are rounded.
+    attention_block: slots see those of their own and of earlier blocks of so
+      many logical positions; 1 is a causal network. None: every slot sees all.
+    shifted: whether the logits at a slot are those of the token after it, as in
+      a network that began as an autoregressive one (`Denoiser.shifted`).
+
+  Raises:
+    ValueError: for a value outside these ranges.
+  """
+
+  vocab_size: int
+  num_layers: int
+  model_dim: int
+  num_heads: int
+  mlp_dim: int
+  max_length: int
+  num_kv_heads: int | None = None
+  time_conditioning: bool = False
+  tied_head: bool = True
+  rope_base: float = 10_000.0
+  norm_eps: float = 1e-6
+  dtype: str = 'float32'
+  head_width: int | None = None
+  qkv_bias: bool = False
+  qk_norm: str | None = None
+  embedding_scale: float | None = None
+  logit_scale: float = 1.0
+  rope_dtype: str = 'float32'
+  shifted: bool = False
+  attention_block: int | None = None
+
+  def __post_init__(self):
+    for name in (
+      'vocab_size',
+      'num_layers',
+      'model_dim',
+      'num_heads',
+      'mlp_dim',
+      'max_length',
+    ):
+      _require_positive_int(name, getattr(self, name))
+    if self.attention_block is not None:
+      _require_positive_int('attention_block', self.attention_block)
+    if self.head_width is not None:
+      _require_positive_int('head_width', self.head_width)
+      if self.head_width % 2:
+        raise ValueError(
+          f'head_width={self.head_width} must be even for rotary positions'
+        )
+    elif self.model_dim % (2 * self.num_heads):
+      raise ValueError(
+        f'model_dim={self.model_dim} must be a multiple of 2 * num_heads='
+        f'{2 * self.num_heads}: rotary positions need heads of even width'
+      )
+    if self.num_kv_heads is not None:
+      _require_positive_int('num_kv_heads', self.num_kv_heads)
+      if self.num_heads % self.num_kv_heads:
+        raise ValueError(
+          f'num_kv_heads={self.num_kv_heads} must divide '
+          f'num_heads={self.num_heads}'
+        )
+    for name in ('rope_base', 'norm_eps', 'embedding_scale', 'logit_scale'):
+      value = getattr(self, name)
+      if name == 'embedding_scale' and value is None:
+        continue
+      if not 0 < value < float('inf'):
+        raise ValueError(f'{name}={value} must be positive and finite')
+    for name in ('dtype', 'rope_dtype'):
+      if getattr(self, name) not in _DTYPES:
+        raise ValueError(
+          f'{name}={getattr(self, name)!r} must be one of {_DTYPES}'
+        )
+    if self.qk_norm is not None and self.qk_norm not in _QK_NORMS:
+      raise ValueError(
+        f'qk_norm={self.qk_norm!r} must be None or one of {_QK_NORMS}'
+      )
+
+  @property
+  def head_dim(self) -> int:
+    return self.head_width or self.model_dim // self.num_heads
+
+  @property
+  def kv_heads(self) -> int:
+    return self.num_kv_heads or self.num_heads
+
+
+def _require_positive_int(name, value):
+  if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    raise ValueError(f'{name}={value!r} must be an integer of at least 1')

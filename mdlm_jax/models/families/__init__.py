@@ -1,0 +1,65 @@
+"""Published layouts: what a config.json says, in the terms of this library.
+
+A family is a `TransformerConfig` and a table of names. Those known, by the
+`architectures` of config.json:
+
+  LLaDAModelLM         LLaDA 8B and LLaDA 1.5, dense (Nie et al., 2025)
+  DreamModel           Dream (Ye et al., 2025), Dream-Coder, DiffuCoder: Qwen2
+                       layers, logits shifted by one
+  A2DQwen3LMHeadModel  Qwen3 layers made bidirectional
+  SMDM                 TinyLlama layers (Nie et al., 2024); its config.json
+                       holds the fields of its own configuration class and is
+                       known by a name Diff_LLaMA_...
+
+Mixtures of experts and the adaLN transformers of MDLM and BD3-LM are not among
+them. A field that asks for something else than these layers is an error.
+"""
+
+from typing import Any
+
+from mdlm_jax.models.families import llada, qwen, smdm
+from mdlm_jax.models.families.contract import Fields, Layout, Mapping
+
+__all__ = ['Layout', 'Mapping', 'layout']
+
+
+def layout(content: dict[str, Any]) -> Layout:
+  """What the content of a config.json describes.
+
+  Raises:
+    ValueError: an unknown architecture, with the known ones; a field that is
+      missing, of another type, or asks for what these layers cannot do.
+  """
+  name = _architecture(content)
+  if name not in _FAMILIES:
+    raise ValueError(
+      f'config.json: unknown architecture {name!r}; known are '
+      f'{", ".join(sorted(_FAMILIES))}'
+    )
+  try:
+    return _FAMILIES[name](Fields(content))
+  except (TypeError, AttributeError) as error:  # JSON holds values of any kind.
+    raise ValueError(f'config.json of {name}: {error}') from None
+
+
+def _architecture(content):
+  named = content.get('architectures')
+  if isinstance(named, list) and named:
+    return str(named[0])
+  if str(content.get('name', '')).startswith('Diff_LLaMA'):
+    return 'SMDM'
+  model_type = str(content.get('model_type'))
+  return _MODEL_TYPES.get(model_type, model_type)
+
+
+_FAMILIES = {
+  'LLaDAModelLM': llada.llada,
+  'DreamModel': qwen.dream,
+  'A2DQwen3LMHeadModel': qwen.a2d_qwen3,
+  'SMDM': smdm.smdm,
+}
+_MODEL_TYPES = {
+  'llada': 'LLaDAModelLM',
+  'Dream': 'DreamModel',
+  'a2d-qwen3': 'A2DQwen3LMHeadModel',
+}
