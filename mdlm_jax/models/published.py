@@ -101,20 +101,19 @@ def load_params(
       differs from its original.
   """
   leaves = param_tree.shapes(layout.config)
-  targets = _targets(layout)
-  _check_entries(layout, targets, leaves, entries)
+  _check_entries(layout, leaves, entries)
   _check_copies(layout, entries)
   arrays = {}
-  used = {key: entry for key, entry in entries.items() if key in targets}
+  used = {key: x for key, x in entries.items() if key in layout.tensors}
   for key, tensor in shards.tensors(used):
-    mapping, layer = targets[key]
+    mapping = layout.tensors[key]
     parts = _parts(tensor, from_file=mapping.from_file, dtype=dtype)
     for name, part in zip(mapping.leaves, parts, strict=True):
-      if layer is not None:
+      if mapping.index:
         stack = arrays.pop(name, None)
         if stack is None:
           stack = jnp.zeros(leaves[name].shape, dtype)
-        part = _with_layer(stack, part, layer)
+        part = _with_part(stack, part, mapping.index)
       # Or the host would read ahead of what is done with the tensors.
       arrays[name] = jax.block_until_ready(part)
   return param_tree.nested(arrays)
@@ -127,32 +126,31 @@ def _parts(tensor, *, from_file, dtype):
 
 
 @functools.partial(jax.jit, donate_argnames='stack')
-def _with_layer(stack, part, layer):
-  """A stack with `part` at `layer`, in place."""
-  # `at[layer].set` of bfloat16 would copy the stack on CPU.
-  return jax.lax.dynamic_update_index_in_dim(stack, part, layer, axis=0)
+def _with_part(stack, part, index):
+  """A stack with `part` at `index` of its first axes, in place."""
+  # `at[index].set` of bfloat16 would copy the stack on CPU.
+  return jax.lax.dynamic_update_slice(
+    stack,
+    part.reshape(*[1] * len(index), *part.shape),
+    (*index, *[0] * part.ndim),
+  )
 
 
-def _targets(layout):
-  """Every key that the files should have, with its mapping and its layer."""
-  targets = {key: (mapping, None) for key, mapping in layout.outer.items()}
-  for layer in range(layout.config.num_layers):
-    for key, mapping in layout.layer.items():
-      targets[key.format(layer)] = mapping, layer
-  return targets
-
-
-def _check_entries(layout, targets, leaves, entries):
+def _check_entries(layout, leaves, entries):
   """ValueError with every key that is missing, unused or misshapen."""
 
-  def shape_in_file(mapping, layer):
+  @functools.cache  # Of thousands of experts one is asked.
+  def shape_in_file(mapping):
     parts = [
-      jax.ShapeDtypeStruct(leaf.shape[layer is not None :], leaf.dtype)
+      jax.ShapeDtypeStruct(leaf.shape[len(mapping.index) :], leaf.dtype)
       for leaf in (leaves[name] for name in mapping.leaves)
     ]
     return jax.eval_shape(mapping.to_file, *parts).shape
 
-  expected = {key: shape_in_file(*target) for key, target in targets.items()}
+  expected = {
+    key: shape_in_file(mapping._replace(index=(0,) * len(mapping.index)))
+    for key, mapping in layout.tensors.items()
+  }
   known = expected.keys() | layout.copies.keys()
   problems = [f'missing {key}' for key in expected.keys() - entries.keys()]
   problems += [f'unused {key}' for key in entries.keys() - known]

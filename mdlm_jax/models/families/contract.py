@@ -10,17 +10,20 @@ from mdlm_jax.models.config import TransformerConfig
 
 
 class Mapping(NamedTuple):
-  """How one tensor of a file becomes parameters of one layer, and back.
+  """How one tensor of a file becomes parameters, and back.
 
   Attributes:
     leaves: keys of the parameters, such as 'blocks/query/kernel'.
     from_file: the file's tensor to a tuple of arrays, one for each leaf.
     to_file: those arrays to the file's tensor.
+    index: where these arrays stand in the parameters: () for all of them,
+      (layer,) or (layer, expert) in a stack.
   """
 
   leaves: tuple[str, ...]
   from_file: Callable
   to_file: Callable
+  index: tuple[int, ...] = ()
 
 
 class Layout(NamedTuple):
@@ -28,8 +31,7 @@ class Layout(NamedTuple):
 
   Attributes:
     config: shape of the network, dtype float32.
-    outer: mappings by key, for the tensors outside the layers.
-    layer: mappings by key for the tensors of layer `{}`.
+    tensors: mapping of every tensor of the files, by its key.
     num_tokens: ids from this one on are rows of the table without a token.
     mask_id: None where only the tokenizer's files tell.
     copies: keys that a file may hold beside the key of which they are copies,
@@ -37,8 +39,7 @@ class Layout(NamedTuple):
   """
 
   config: TransformerConfig
-  outer: dict[str, Mapping]
-  layer: dict[str, Mapping]
+  tensors: dict[str, Mapping]
   num_tokens: int
   mask_id: int | None
   copies: dict[str, str]
@@ -58,6 +59,41 @@ class Fields(dict):
           f'config.json: {name}={self[name]!r} is not supported, must be one '
           f'of {values}'
         )
+
+
+def numbered(
+  pattern: str, mappings: dict[str, Mapping], count: int, *, first: int = 0
+) -> dict[str, Mapping]:
+  """The tensors of equal parts: layers, or the experts of a layer.
+
+  Args:
+    pattern: with which their keys begin; `{}` is the number of the part.
+    mappings: those of one part, by the rest of the key.
+    count: number of parts, which is the new first axis of the parameters.
+    first: number of the first part in the keys.
+
+  Example:
+    >>> part = numbered('layers.{}.', {'norm': whole('norm')}, 2, first=1)
+    >>> {key: mapping.index for key, mapping in part.items()}
+    {'layers.1.norm': (0,), 'layers.2.norm': (1,)}
+  """
+  return {
+    pattern.format(first + i) + name: mapping._replace(
+      index=(i, *mapping.index)
+    )
+    for i in range(count)
+    for name, mapping in mappings.items()
+  }
+
+
+def inside(node: str, mappings: dict[str, Mapping]) -> dict[str, Mapping]:
+  """The same, their parameters under `node`."""
+  return {
+    name: mapping._replace(
+      leaves=tuple(f'{node}/{leaf}' for leaf in mapping.leaves)
+    )
+    for name, mapping in mappings.items()
+  }
 
 
 def whole(leaf: str) -> Mapping:
@@ -104,6 +140,6 @@ def _first(rows, x):
 
 def biases(name):
   return {
-    name.format(short): whole(f'blocks/{leaf}/bias')
+    name.format(short): whole(f'{leaf}/bias')
     for short, leaf in (('q', 'query'), ('k', 'key'), ('v', 'value'))
   }

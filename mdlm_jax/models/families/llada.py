@@ -5,7 +5,9 @@ from mdlm_jax.models.families.contract import (
   Fields,
   Layout,
   biases,
+  inside,
   matrix,
+  numbered,
   whole,
 )
 
@@ -45,22 +47,21 @@ def llada(fields: Fields) -> Layout:
     logit_scale=dim**-0.5 if fields.get('scale_logits') else 1.0,
   )
   weight = 'model.transformer.{}.weight'.format
-  layer = 'model.transformer.blocks.{}.'
   mappings = {
-    'attn_norm.weight': whole('blocks/attention_norm/scale'),
-    'q_proj.weight': matrix('blocks/query'),
-    'k_proj.weight': matrix('blocks/key'),
-    'v_proj.weight': matrix('blocks/value'),
-    'attn_out.weight': matrix('blocks/attention_out'),
-    'ff_norm.weight': whole('blocks/mlp_norm/scale'),
+    'attn_norm.weight': whole('attention_norm/scale'),
+    'q_proj.weight': matrix('query'),
+    'k_proj.weight': matrix('key'),
+    'v_proj.weight': matrix('value'),
+    'attn_out.weight': matrix('attention_out'),
+    'ff_norm.weight': whole('mlp_norm/scale'),
     # Not as in Llama's code: `ff_proj` goes through the activation.
-    'ff_proj.weight': matrix('blocks/gate'),
-    'up_proj.weight': matrix('blocks/up'),
-    'ff_out.weight': matrix('blocks/mlp_out'),
+    'ff_proj.weight': matrix('gate'),
+    'up_proj.weight': matrix('up'),
+    'ff_out.weight': matrix('mlp_out'),
   }
   if config.qk_norm:
-    mappings['q_norm.weight'] = whole('blocks/query_norm/scale')
-    mappings['k_norm.weight'] = whole('blocks/key_norm/scale')
+    mappings['q_norm.weight'] = whole('query_norm/scale')
+    mappings['k_norm.weight'] = whole('key_norm/scale')
   if config.qkv_bias:
     mappings |= biases('{}_proj.bias')
   return Layout(
@@ -69,8 +70,11 @@ def llada(fields: Fields) -> Layout:
       weight('wte'): whole('embedding'),
       weight('ln_f'): whole('norm/scale'),
     }
-    | ({} if tied else {weight('ff_out'): whole('head')}),
-    {layer + name: mapping for name, mapping in mappings.items()},
+    | ({} if tied else {weight('ff_out'): whole('head')})
+    | inside(
+      'blocks',
+      numbered('model.transformer.blocks.{}.', mappings, config.num_layers),
+    ),
     num_tokens=fields['vocab_size'],
     mask_id=fields['mask_token_id'],
     copies={weight('ff_out'): weight('wte')} if tied else {},

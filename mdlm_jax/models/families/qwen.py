@@ -5,7 +5,9 @@ from mdlm_jax.models.families.contract import (
   Fields,
   Layout,
   biases,
+  inside,
   matrix,
+  numbered,
   whole,
 )
 
@@ -36,19 +38,19 @@ def _qwen(fields, **switches):
     **switches,
   )
   mappings = {
-    'input_layernorm.weight': whole('blocks/attention_norm/scale'),
-    'self_attn.q_proj.weight': matrix('blocks/query'),
-    'self_attn.k_proj.weight': matrix('blocks/key'),
-    'self_attn.v_proj.weight': matrix('blocks/value'),
-    'self_attn.o_proj.weight': matrix('blocks/attention_out'),
-    'post_attention_layernorm.weight': whole('blocks/mlp_norm/scale'),
-    'mlp.gate_proj.weight': matrix('blocks/gate'),
-    'mlp.up_proj.weight': matrix('blocks/up'),
-    'mlp.down_proj.weight': matrix('blocks/mlp_out'),
+    'input_layernorm.weight': whole('attention_norm/scale'),
+    'self_attn.q_proj.weight': matrix('query'),
+    'self_attn.k_proj.weight': matrix('key'),
+    'self_attn.v_proj.weight': matrix('value'),
+    'self_attn.o_proj.weight': matrix('attention_out'),
+    'post_attention_layernorm.weight': whole('mlp_norm/scale'),
+    'mlp.gate_proj.weight': matrix('gate'),
+    'mlp.up_proj.weight': matrix('up'),
+    'mlp.down_proj.weight': matrix('mlp_out'),
   }
   if config.qk_norm:
-    mappings['self_attn.q_norm.weight'] = whole('blocks/query_norm/scale')
-    mappings['self_attn.k_norm.weight'] = whole('blocks/key_norm/scale')
+    mappings['self_attn.q_norm.weight'] = whole('query_norm/scale')
+    mappings['self_attn.k_norm.weight'] = whole('key_norm/scale')
   if config.qkv_bias:
     mappings |= biases('self_attn.{}_proj.bias')
   embedding, head = 'model.embed_tokens.weight', 'lm_head.weight'
@@ -58,8 +60,8 @@ def _qwen(fields, **switches):
       embedding: whole('embedding'),
       'model.norm.weight': whole('norm/scale'),
     }
-    | ({} if tied else {head: whole('head')}),
-    {'model.layers.{}.' + name: value for name, value in mappings.items()},
+    | ({} if tied else {head: whole('head')})
+    | inside('blocks', numbered('model.layers.{}.', mappings, layers)),
     num_tokens=fields['vocab_size'],
     mask_id=fields.get('mask_token_id'),
     copies={head: embedding} if tied else {},

@@ -10,7 +10,9 @@ from mdlm_jax.models.families.contract import (
   Fields,
   Layout,
   Mapping,
+  inside,
   matrix,
+  numbered,
   table,
   whole,
 )
@@ -46,17 +48,17 @@ def smdm(fields: Fields) -> Layout:
   )
   shape = config.kv_heads, config.head_dim
   layer = {
-    'norm_1.weight': whole('blocks/attention_norm/scale'),
+    'norm_1.weight': whole('attention_norm/scale'),
     'attn.attn.weight': Mapping(
-      tuple(f'blocks/{name}/kernel' for name in ('query', 'key', 'value')),
+      tuple(f'{name}/kernel' for name in ('query', 'key', 'value')),
       functools.partial(_split_groups, *shape),
       functools.partial(_join_groups, *shape),
     ),
-    'attn.proj.weight': matrix('blocks/attention_out'),
-    'norm_2.weight': whole('blocks/mlp_norm/scale'),
-    'mlp.swiglu.w1.weight': matrix('blocks/gate'),
-    'mlp.swiglu.w2.weight': matrix('blocks/up'),
-    'mlp.swiglu.w3.weight': matrix('blocks/mlp_out'),
+    'attn.proj.weight': matrix('attention_out'),
+    'norm_2.weight': whole('mlp_norm/scale'),
+    'mlp.swiglu.w1.weight': matrix('gate'),
+    'mlp.swiglu.w2.weight': matrix('up'),
+    'mlp.swiglu.w3.weight': matrix('mlp_out'),
   }
   return Layout(
     config,
@@ -64,8 +66,8 @@ def smdm(fields: Fields) -> Layout:
       'transformer.wte.weight': table('embedding', mask_id + 1, size),
       'transformer.ln_f.weight': whole('norm/scale'),
       'lm_head.weight': table('head', mask_id, size),
-    },
-    {'transformer.h.{}.' + name: value for name, value in layer.items()},
+    }
+    | inside('blocks', numbered('transformer.h.{}.', layer, config.num_layers)),
     num_tokens=fields['vocab_size'],
     mask_id=mask_id,
     copies={},
