@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import os
 import pathlib
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -84,7 +85,11 @@ def load(
 
 
 def load_params(
-  layout: families.Layout, entries: dict[str, shards.Entry], dtype: str
+  layout: families.Layout,
+  entries: dict[str, shards.Entry],
+  dtype: str,
+  *,
+  tensors: Callable = shards.tensors,
 ) -> transformer.Params:
   """The parameters of a layout, streamed from files.
 
@@ -92,6 +97,7 @@ def load_params(
     layout: which tensor becomes which parameters.
     entries: the tensors of the files.
     dtype: of the parameters.
+    tensors: entries to keys and arrays, one after another.
 
   Returns:
     Nested dict, as `transformer.init` gives it.
@@ -105,7 +111,7 @@ def load_params(
   _check_copies(layout, entries)
   arrays = {}
   used = {key: x for key, x in entries.items() if key in layout.tensors}
-  for key, tensor in shards.tensors(used):
+  for key, tensor in tensors(used):
     mapping = layout.tensors[key]
     parts = _parts(tensor, from_file=mapping.from_file, dtype=dtype)
     for name, part in zip(mapping.leaves, parts, strict=True):

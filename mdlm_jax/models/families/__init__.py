@@ -13,31 +13,53 @@ A family is a `TransformerConfig` and a table of names. Those known, by the
 
 Mixtures of experts and the adaLN transformers of MDLM and BD3-LM are not among
 them. A field that asks for something else than these layers is an error.
+
+Causal language models, which have no MASK and can only judge samples (`judge`):
+LlamaForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM.
 """
 
 from typing import Any
 
-from mdlm_jax.models.families import llada, qwen, smdm
+from mdlm_jax.models.families import llada, llama, qwen, smdm
 from mdlm_jax.models.families.contract import Fields, Layout, Mapping
 
-__all__ = ['Layout', 'Mapping', 'layout']
+__all__ = ['Layout', 'Mapping', 'causal_layout', 'layout']
 
 
 def layout(content: dict[str, Any]) -> Layout:
   """What the content of a config.json describes.
 
   Raises:
-    ValueError: an unknown architecture, with the known ones; a field that is
-      missing, of another type, or asks for what these layers cannot do.
+    ValueError: an unknown architecture, with the known ones; a causal language
+      model; a field that is missing, of another type, or asks for what these
+      layers cannot do.
   """
   name = _architecture(content)
-  if name not in _FAMILIES:
+  if name in _CAUSAL:
+    raise ValueError(
+      f'{name} is a causal language model: it has no MASK to fill in and can '
+      'only judge samples, as --judge of scripts/sample_quality.py'
+    )
+  return _described(_FAMILIES, name, content)
+
+
+def causal_layout(content: dict[str, Any]) -> Layout:
+  """The same for a causal language model.
+
+  Raises:
+    ValueError: as `layout`; an architecture that is not causal.
+  """
+  return _described(_CAUSAL, _architecture(content), content)
+
+
+def _described(families, name, content):
+  if name not in families:
     raise ValueError(
       f'config.json: unknown architecture {name!r}; known are '
-      f'{", ".join(sorted(_FAMILIES))}'
+      f'{", ".join(sorted(families))}'
     )
   try:
-    return _FAMILIES[name](Fields(content))
+    return families[name](Fields(content))
   except (TypeError, AttributeError) as error:  # JSON holds values of any kind.
     raise ValueError(f'config.json of {name}: {error}') from None
 
@@ -58,8 +80,16 @@ _FAMILIES = {
   'A2DQwen3LMHeadModel': qwen.a2d_qwen3,
   'SMDM': smdm.smdm,
 }
+_CAUSAL = {
+  'LlamaForCausalLM': llama.llama,
+  'Qwen2ForCausalLM': llama.qwen2,
+  'Qwen3ForCausalLM': llama.qwen3,
+}
 _MODEL_TYPES = {
   'llada': 'LLaDAModelLM',
   'Dream': 'DreamModel',
   'a2d-qwen3': 'A2DQwen3LMHeadModel',
+  'llama': 'LlamaForCausalLM',
+  'qwen2': 'Qwen2ForCausalLM',
+  'qwen3': 'Qwen3ForCausalLM',
 }

@@ -1,5 +1,7 @@
 """Qwen layers: Dream, Dream-Coder, DiffuCoder and A2D-Qwen3."""
 
+from typing import Any
+
 from mdlm_jax.models.config import TransformerConfig
 from mdlm_jax.models.families.contract import (
   Fields,
@@ -12,8 +14,13 @@ from mdlm_jax.models.families.contract import (
 )
 
 
-def _qwen(fields, **switches):
-  """The layers of Qwen2 and Qwen3, without a causal mask."""
+def hub_layers(fields: Fields, **switches: Any) -> Layout:
+  """The layers of Llama, Qwen2 and Qwen3 under their names on the hub.
+
+  Args:
+    fields: of config.json.
+    **switches: fields of `TransformerConfig` in which the families differ.
+  """
   layers = fields['num_hidden_layers']
   fields.require(
     hidden_act=('silu',),
@@ -69,9 +76,9 @@ def _qwen(fields, **switches):
 
 
 def dream(fields: Fields) -> Layout:
-  return _qwen(fields, qkv_bias=True, shifted=True)
+  return hub_layers(fields, qkv_bias=True, shifted=True)
 
 
 def a2d_qwen3(fields: Fields) -> Layout:
   fields.require(attention_bias=(False,))
-  return _qwen(fields, qk_norm='head')
+  return hub_layers(fields, qk_norm='head')
