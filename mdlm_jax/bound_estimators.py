@@ -23,6 +23,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from mdlm_jax import noise
+from mdlm_jax.checks import check_integer
 from mdlm_jax.interning import interned
 
 
@@ -102,9 +103,9 @@ def stratified_time(num_calls: int, *, nonempty: bool = False) -> Estimator:
     The estimator.
 
   Raises:
-    ValueError: `num_calls` is below 1.
+    ValueError: `num_calls` is no integer of at least 1.
   """
-  _check_at_least(num_calls, 1)
+  check_integer('num_calls', num_calls, 1)
   share = np.full(num_calls, 1 / num_calls)
 
   def masks(noise, answer):
@@ -131,9 +132,9 @@ def gauss_legendre(num_calls: int, *, nonempty: bool = False) -> Estimator:
     The estimator.
 
   Raises:
-    ValueError: `num_calls` is below 1.
+    ValueError: `num_calls` is no integer of at least 1.
   """
-  _check_at_least(num_calls, 1)
+  check_integer('num_calls', num_calls, 1)
   nodes, weights = np.polynomial.legendre.leggauss(num_calls)
 
   def masks(noise, answer):
@@ -165,7 +166,7 @@ def complement_time(num_calls: int) -> Estimator:
   Raises:
     ValueError: `num_calls` is odd or below 2.
   """
-  _check_at_least(num_calls, 2)
+  check_integer('num_calls', num_calls, 2)
   if num_calls % 2:
     raise ValueError(f'{num_calls=} must be even: the calls go in pairs')
   share = np.full(num_calls // 2, 1 / num_calls)
@@ -199,9 +200,9 @@ def exact_count(num_calls: int) -> Estimator:
     The estimator.
 
   Raises:
-    ValueError: `num_calls` is below 1.
+    ValueError: `num_calls` is no integer of at least 1.
   """
-  _check_at_least(num_calls, 1)
+  check_integer('num_calls', num_calls, 1)
 
   def masks(noise, answer):
     size = jnp.sum(answer)
@@ -228,7 +229,7 @@ def complement_count(num_calls: int) -> Estimator:
   Raises:
     ValueError: `num_calls` is even or below 3.
   """
-  _check_at_least(num_calls, 3)
+  check_integer('num_calls', num_calls, 3)
   if num_calls % 2 == 0:
     raise ValueError(
       f'{num_calls=} must be odd: pairs, and one call that masks everything'
@@ -270,10 +271,9 @@ def chain_rule(max_tokens: int) -> Estimator:
     The estimator.
 
   Raises:
-    ValueError: `max_tokens` is below 1.
+    ValueError: `max_tokens` is no integer of at least 1.
   """
-  if max_tokens < 1:
-    raise ValueError(f'{max_tokens=} must be at least 1')
+  check_integer('max_tokens', max_tokens, 1)
 
   def masks(noise, answer):
     rank = _ranks(noise.uniforms[:1], answer)
@@ -369,8 +369,3 @@ def _ranks(uniforms, answer):
 
 def _concatenated(*parts):
   return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *parts)
-
-
-def _check_at_least(num_calls, least):
-  if num_calls < least:
-    raise ValueError(f'{num_calls=} must be at least {least}')

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
+import tqdm
 from absl import app, flags, logging
 
 # What a user can cause: bad values, files, flags; a loss that diverged.
@@ -57,6 +58,31 @@ def caught_signals() -> Iterator[list[int]]:
   finally:
     for kind in kinds:
       signal.signal(kind, previous[kind])
+
+
+class Progress:
+  """Shows the network calls made and the time left once they take a second."""
+
+  def __init__(self):
+    self._bar = None
+
+  def __call__(self, done, planned):
+    """What `sampling.sample` calls after each call, in any order."""
+    if self._bar is None:
+      self._bar = tqdm.tqdm(
+        total=int(planned),
+        unit='call',
+        delay=1,
+        leave=False,
+        dynamic_ncols=True,
+        # A line per half minute where no terminal draws it over the last.
+        mininterval=0.1 if sys.stderr.isatty() else 30,
+      )
+    self._bar.update(max(int(done) - self._bar.n, 0))
+
+  def close(self):
+    if self._bar is not None:
+      self._bar.close()
 
 
 def pyplot():

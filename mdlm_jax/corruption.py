@@ -34,6 +34,7 @@ def corrupt(
   schedule: schedules.Schedule = schedules.linear(),
   row_ids: Int[Array, 'B'] | None = None,
   positions: Int[Array, 'B L'] | None = None,
+  segments: Int[Array, 'B L'] | None = None,
   protected: Bool[Array, 'B L'] | None = None,
 ) -> Corruption:
   """Masks each token independently with probability 1 - alpha(t).
@@ -53,6 +54,8 @@ def corrupt(
       `[B]`.
     positions: logical positions, which make the noise independent of the
       padding side; None: 0, 1, ... from the left. Shape `[B, L]`.
+    segments: document of each slot when several are packed in a row, which
+      makes their noise independent although each begins at position 0.
     protected: True where a token must stay, such as a prompt. Shape `[B, L]`.
 
   Returns:
@@ -70,7 +73,7 @@ def corrupt(
     positions = jnp.broadcast_to(jnp.arange(length), clean_ids.shape)
   chex.assert_shape([t, row_ids], (num_rows,))
   uniforms = jax.vmap(noise.position_uniforms)(
-    noise.row_keys(key, row_ids), positions
+    noise.row_keys(key, row_ids), noise.packed_positions(positions, segments)
   )
   eligible = valid if protected is None else valid & ~protected
   return corrupt_with_noise(

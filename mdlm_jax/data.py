@@ -13,12 +13,14 @@ import json
 import os
 import pathlib
 import pydoc_data.topics
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int
 
+from mdlm_jax.checks import check_integer
 from mdlm_jax.tokenizer import Tokenizer, character_tokenizer, train_bpe
 
 
@@ -83,6 +85,41 @@ def _read_document(path: str) -> Document:
   return Document(path, text)
 
 
+_DIGITS = (
+  *('zero', 'one', 'two', 'three', 'four'),
+  *('five', 'six', 'seven', 'eight', 'nine'),
+)
+
+
+def text8_of(text: str) -> str:
+  """A text in the 27 symbols of text8: lower-case a to z and single spaces.
+
+  Digits are spelled out, everything else becomes a space (M. Mahoney, Large
+  text compression benchmark, without its steps for markup). A text that is in
+  this form stays as it is.
+
+  Example:
+    >>> text8_of('In 1790, Mr. Adams')
+    'in one seven nine zero mr adams'
+  """
+  text = re.sub('[0-9]', lambda digit: f' {_DIGITS[int(digit[0])]} ', text)
+  text = re.sub('[^a-z]+', ' ', text.lower())
+  return text.strip()
+
+
+def in_text8(documents: Sequence[Document]) -> tuple[Document, ...]:
+  """The documents as `text8_of` writes them.
+
+  Raises:
+    ValueError: a document of which nothing is left.
+  """
+  documents = tuple(Document(name, text8_of(text)) for name, text in documents)
+  for name, text in documents:
+    if not text:
+      raise ValueError(f'{name} holds no letter and no digit')
+  return documents
+
+
 def split_tail(
   documents: Sequence[Document], share: float = 0.05
 ) -> tuple[tuple[Document, ...], tuple[Document, ...]]:
@@ -123,7 +160,11 @@ def split_by_document(documents: Sequence[Document]) -> Corpus:
 
 
 def read_corpus(
-  files: str = '', *, validation_files: str = '', split: str = 'tail'
+  files: str = '',
+  *,
+  validation_files: str = '',
+  split: str = 'tail',
+  text8: bool = False,
 ) -> Corpus:
   """Reads and splits a corpus.
 
@@ -131,22 +172,32 @@ def read_corpus(
     files: paths or glob patterns, separated by commas; '' is the default
       corpus, `pydoc_data.topics`.
     validation_files: held-out text of its own; '' splits `files`.
-    split: 'tail', the contiguous last 5 % of the characters validates, or
-      'document', see `split_by_document`.
+    split: 'tail', the contiguous last 5 % of the characters validates; 'tails',
+      the last 5 % tests and the 5 % before it validates, as is usual for
+      text8; or 'document', see `split_by_document`.
+    text8: whether the texts become those of `text8_of`.
 
   Raises:
     FileNotFoundError, ValueError: see `read_documents`; an unknown split; a
-      split by document together with `validation_files`.
+      split other than 'tail' together with `validation_files`.
   """
-  if split not in ('tail', 'document'):
-    raise ValueError(f"{split=} must be 'tail' or 'document'")
-  documents = read_documents(files) if files else default_documents()
+  if split not in ('tail', 'tails', 'document'):
+    raise ValueError(f"{split=} must be 'tail', 'tails' or 'document'")
+  if split != 'tail' and validation_files:
+    raise ValueError(f'{split=} cannot be used with validation_files')
+
+  def read(files):
+    documents = read_documents(files) if files else default_documents()
+    return in_text8(documents) if text8 else documents
+
+  documents = read(files)
   if split == 'document':
-    if validation_files:
-      raise ValueError("split 'document' cannot be used with validation_files")
     return split_by_document(documents)
+  if split == 'tails':
+    training, held_out = split_tail(documents, 0.1)
+    return Corpus(training, *split_tail(held_out, 0.5))
   if validation_files:
-    return Corpus(documents, read_documents(validation_files))
+    return Corpus(documents, read(validation_files))
   return Corpus(*split_tail(documents))
 
 
@@ -162,6 +213,7 @@ def corpus_of(settings: Mapping[str, Any]) -> Corpus:
     settings['files'],
     validation_files=settings['validation_files'],
     split=settings['split'],
+    text8=settings.get('text8', False),
   )
 
 
@@ -201,34 +253,28 @@ class Windows(NamedTuple):
     return self.ids[slots], self.valid[slots]
 
 
-def cut_windows(
-  documents: Sequence[Int[np.ndarray, '...']],
-  *,
-  length: int,
-  stride: int,
-  pad_id: int,
+def every_window(
+  documents: Sequence[Int[np.ndarray, '...']], *, length: int, pad_id: int
 ) -> Windows:
-  """Windows that start every `stride` tokens and cover each document.
+  """The windows that start at each token and end inside the document.
 
-  The last window of a document is filled up with PAD where necessary; an
-  empty document gives none.
+  A document that is shorter than a window gives one that is filled up with
+  PAD, an empty one gives none.
 
   Args:
     documents: ids of each document, `[n]` each.
     length: tokens per window, at least 1.
-    stride: distance of two starts, 1 to `length`.
     pad_id: the filling.
   """
-  if not 1 <= stride <= length:
-    raise ValueError(f'{stride=} must be from 1 to {length=}')
+  check_integer('length', length, 1)
   ids, valid, starts, offset = [], [], [], 0
   for document in filter(len, documents):
-    count = 1 + -(-max(len(document) - length, 0) // stride)
-    filling = (count - 1) * stride + length - len(document)
+    filling = max(length - len(document), 0)
     ids += [document, np.full(filling, pad_id)]
     valid += [np.ones(len(document), bool), np.zeros(filling, bool)]
-    starts.append(offset + stride * np.arange(count))
-    offset += len(document) + filling
+    size = len(document) + filling
+    starts.append(offset + np.arange(size - length + 1))
+    offset += size
   if not ids:
     raise ValueError('no text to cut windows from')
   return Windows(
@@ -254,21 +300,80 @@ def training_windows(
       f'{documents[longest].name}: {len(encoded[longest])} tokens to train on, '
       f'fewer than the sequence length {length}'
     )
-  return cut_windows(
-    encoded, length=length, stride=1, pad_id=tokenizer.vocab.pad_id
-  )
+  return every_window(encoded, length=length, pad_id=tokenizer.vocab.pad_id)
 
 
-def consecutive_windows(
-  documents: Sequence[Document], tokenizer: Tokenizer, length: int
-) -> Windows:
-  """Windows side by side: every token of every document exactly once."""
-  return cut_windows(
-    [tokenizer.encode(document.text) for document in documents],
-    length=length,
-    stride=length,
-    pad_id=tokenizer.vocab.pad_id,
-  )
+class RollingWindows(NamedTuple):
+  """Windows in which every token of every document is new exactly once.
+
+  Attributes:
+    ids: int32, PAD after the end of a document. Shape `[N, L]`.
+    valid: False at PAD. Shape `[N, L]`.
+    new: tokens that no window before has; the others are the text before them,
+      to be seen and not scored. Shape `[N, L]`.
+    document: index of the document of each window. Shape `[N]`.
+  """
+
+  ids: Int[np.ndarray, 'N L']
+  valid: Bool[np.ndarray, 'N L']
+  new: Bool[np.ndarray, 'N L']
+  document: Int[np.ndarray, 'N']
+
+
+def rolling_windows(
+  documents: Sequence[Int[np.ndarray, '...']],
+  *,
+  length: int,
+  context: int = 0,
+  pad_id: int,
+) -> RollingWindows:
+  """Windows over documents of any length, each with text before what is new.
+
+  The last window of a document moves back to end where the document ends, and
+  so has more context. Of 10 tokens windows of 4 hold 0-3, 4-7 and 6-9, of which
+  8 and 9 are new.
+
+  Args:
+    documents: ids of each document, `[n]` each.
+    length: tokens per window, at least 1.
+    context: tokens before the new ones of every window but the first, at most
+      `length` - 1.
+    pad_id: the filling of a document that is shorter than a window.
+
+  Returns:
+    The windows; an empty document has none.
+
+  Raises:
+    ValueError: a number out of range, or no token at all.
+
+  Example:
+    >>> windows = rolling_windows([np.arange(10)], length=4, pad_id=0)
+    >>> windows.ids[2], windows.new.sum(1)
+    (array([6, 7, 8, 9], dtype=int32), array([4, 4, 2]))
+  """
+  check_integer('length', length, 1)
+  check_integer('context', context, 0)
+  if context >= length:
+    raise ValueError(f'{context=} must be less than {length=}')
+  parts = []
+  for index, document in enumerate(documents):
+    size = len(document)
+    if not size:
+      continue
+    count = 1 + -(-max(size - length, 0) // (length - context))
+    ends = length + (length - context) * np.arange(count)
+    ends = np.minimum(ends, size)
+    slots = np.maximum(ends - length, 0)[:, None] + np.arange(length)
+    valid = slots < size
+    ids = np.where(valid, document[np.minimum(slots, size - 1)], pad_id)
+    seen = np.append(0, ends[:-1])
+    parts.append(
+      (ids.astype(np.int32), valid, valid & (slots >= seen[:, None]))
+      + (np.full(count, index),)
+    )
+  if not parts:
+    raise ValueError('no token to evaluate')
+  return RollingWindows(*map(np.concatenate, zip(*parts, strict=True)))
 
 
 def batches(windows: Windows, *, batch_size: int, seed: int) -> Iterator[dict]:
@@ -286,8 +391,7 @@ def batches(windows: Windows, *, batch_size: int, seed: int) -> Iterator[dict]:
   """
   import grain  # Of the extra `train`; nothing else here needs it.
 
-  if batch_size < 1:
-    raise ValueError(f'{batch_size=} must be at least 1')
+  check_integer('batch_size', batch_size, 1)
 
   def batch(indices):
     ids, valid = windows.take(indices)

@@ -1,201 +1,318 @@
-"""The bound on held-out text, with its standard error."""
+"""Bounds of any number of rows and documents, on all devices, as a report."""
 
-import functools
+import bz2
+import gzip
 import importlib.metadata
+import lzma
 import math
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Bool, Float, Int, Key
 
-from mdlm_jax import (
-  data,
-  losses,
-  predict,
-  schedules,
-  time_draws,
-)
-from mdlm_jax.tokenizer import Tokenizer
+from mdlm_jax import bound_estimators, data, likelihood, predict, schedules
+from mdlm_jax.bound_estimators import Estimator
+from mdlm_jax.checks import check_integer
+from mdlm_jax.models.pretrained import Pretrained
 from mdlm_jax.vocab import Vocab
 
 
-class HeldOutBound(NamedTuple):
-  """An estimate of the continuous-time bound on -log p(text).
+class Bounds(NamedTuple):
+  """Estimates of bounds on -log p, in nats, by row or by document.
 
   Attributes:
-    nats_per_token: mean over the replicates.
-    standard_error: of that mean, from the spread of the replicates; it is the
-      noise of the estimate on this text, not of the choice of the text.
-    num_tokens: tokens scored, each once per replicate.
+    nats: float64. Shape `[N]`.
+    standard_error: of each, from the spread of its replicates; it is the noise
+      of the masks on this text, not of the choice of the text. Shape `[N]`.
   """
 
-  nats_per_token: float
-  standard_error: float
-  num_tokens: int
-
-  def bits_per_character(self, num_characters: int) -> tuple[float, float]:
-    """The bound and its standard error in bits per character of the text."""
-    scale = self.num_tokens / num_characters / math.log(2)
-    return self.nats_per_token * scale, self.standard_error * scale
+  nats: Float[np.ndarray, 'N']
+  standard_error: Float[np.ndarray, 'N']
 
 
-def held_out_bound(
+def row_bounds(
   denoiser: predict.Denoiser,
   params: Any,
-  key: Key[Array, ''],
+  key: Key[jax.Array, ''],
   ids: Int[np.ndarray, 'N L'],
   valid: Bool[np.ndarray, 'N L'],
+  answer: Bool[np.ndarray, 'N L'],
   *,
   vocab: Vocab,
+  estimator: Estimator,
+  num_replicates: int,
   schedule: schedules.Schedule = schedules.linear(),
-  num_replicates: int = 8,
+  row_ids: Int[np.ndarray, 'N'] | None = None,
   batch_size: int = 64,
-  t_min: float = 1e-4,
-) -> HeldOutBound:
-  """Monte-Carlo estimate of the bound (MD4, arXiv 2406.04329, section 3).
+  on_progress: Callable[[int, int], object] | None = None,
+) -> Bounds:
+  """`likelihood.bound` of many rows, in batches over all devices.
 
-  Every replicate masks every row once. Its noise levels are stratified over
-  all rows and dealt to them at random, so that each row's is uniform. The
-  result does not depend on `batch_size`: noise belongs to (replicate, row,
-  position), and the sum over valid tokens is divided once.
+  A row's bound does not depend on the batch size or the number of devices, and
+  every row is counted once.
 
   Args:
     denoiser: the network.
     params: its parameters.
     key: consumed.
-    ids: rows of text, such as windows side by side. int32, shape `[N, L]`.
-    valid: False at filling, which is neither seen nor counted. Shape `[N, L]`.
+    ids: the rows. Shape `[N, L]`.
+    valid: False at padding. Shape `[N, L]`.
+    answer: positions that are scored. Shape `[N, L]`.
     vocab: roles of the ids.
-    schedule: masking schedule the network was trained with; None: linear.
-    num_replicates: independent passes over the text, at least 2.
-    batch_size: rows per network call, at least 1.
-    t_min: noise levels are drawn from (t_min, 1]. What is left out below
-      t_min is replaced by the mean over the rest; where it is the easiest part
-      (a trained network, the linear schedule) the estimate is too high, by less
-      than t_min times itself.
+    estimator: what the calls of one estimate hide.
+    num_replicates: independent estimates, at least 2.
+    schedule: masking schedule that the network was trained with.
+    row_ids: ids of the rows for the noise; None: 0, 1, ... Shape `[N]`.
+    batch_size: rows per network call, rounded up to a multiple of the devices.
+    on_progress: called with the network calls done and planned, at first and
+      after every batch.
 
   Returns:
-    The estimate. It is of the integral over t only: for a schedule that is not
-    complete (see `schedules.Schedule`) it lacks the other terms of the bound.
+    The bounds by row.
 
   Raises:
-    ValueError: too few replicates or rows per call, or no valid token.
+    ValueError: as `likelihood.bound`; NaN from the network.
   """
-  if num_replicates < 2:
-    raise ValueError(
-      f'{num_replicates=} must be at least 2 for a standard error'
+  check_integer('batch_size', batch_size, 1)
+  if row_ids is None:
+    row_ids = np.arange(len(ids))
+  devices = np.array(jax.devices())
+  over_rows = NamedSharding(Mesh(devices, 'rows'), PartitionSpec('rows'))
+  if len(devices) > 1:
+    everywhere = NamedSharding(over_rows.mesh, PartitionSpec())
+    params, key = jax.device_put((params, key), everywhere)
+  size = min(batch_size, len(ids))
+  size += -size % len(devices)
+  calls = num_replicates * estimator.num_calls
+  starts = range(0, len(ids), size)
+  estimates = []
+  for done, start in enumerate(starts):
+    if on_progress is not None:
+      on_progress(done * calls, len(starts) * calls)
+    rows = np.arange(start, start + size)
+    # The last batch is filled up with rows that have nothing to score.
+    kept = (rows < len(ids))[:, None]
+    rows %= len(ids)
+    estimate = likelihood.bound(
+      denoiser,
+      params,
+      key,
+      *jax.device_put((ids[rows], answer[rows] & kept), over_rows),
+      vocab=vocab,
+      estimator=estimator,
+      num_replicates=num_replicates,
+      valid=jax.device_put(valid[rows], over_rows),
+      row_ids=jax.device_put(row_ids[rows].astype(np.int32), over_rows),
+      schedule=schedule,
     )
-  if batch_size < 1:
-    raise ValueError(f'{batch_size=} must be at least 1')
-  if not np.any(valid):
-    raise ValueError('no token to evaluate')
-  times_key, corruption_key = jax.random.split(key)
-  num_rows = len(ids)
-  t = np.asarray(_dealt_times(times_key, num_replicates, num_rows, t_min))
-  sums = []
-  for start in range(0, len(t), batch_size):
-    # The last batch is filled up with rows that have no valid token.
-    noise_rows = start + np.arange(batch_size)
-    kept = noise_rows < len(t)
-    rows = noise_rows % num_rows
-    sums.append(
-      _row_bounds(
-        denoiser,
-        params,
-        corruption_key,
-        ids[rows],
-        valid[rows] & kept[:, None],
-        t[noise_rows % len(t)],
-        noise_rows.astype(np.int32),
-        vocab=vocab,
-        schedule=schedule,
-      )
-    )
-  totals = np.concatenate(jax.device_get(sums))[: len(t)].astype(np.float64)
-  if not np.isfinite(totals).all():
-    raise ValueError('the network gave non-finite log-probabilities')
-  num_tokens = int(np.sum(valid))
-  estimates = totals.reshape(num_replicates, -1).sum(1) / num_tokens
-  error = float(np.std(estimates, ddof=1)) / math.sqrt(num_replicates)
-  return HeldOutBound(float(np.mean(estimates)), error, num_tokens)
+    # Waits, so that what is said to be done is done.
+    estimates.append(jax.device_get((estimate.mean, estimate.standard_error)))
+  if on_progress is not None:
+    on_progress(len(starts) * calls, len(starts) * calls)
+  nats, error = (
+    np.concatenate(parts)[: len(ids)].astype(np.float64)
+    for parts in zip(*estimates, strict=True)
+  )
+  if np.isnan(nats).any():
+    raise ValueError('the network gave NaN log-probabilities')
+  return Bounds(nats, error)
 
 
-def evaluate_documents(
+def document_bounds(
   denoiser: predict.Denoiser,
   params: Any,
-  tokenizer: Tokenizer,
-  documents: Sequence[data.Document],
+  key: Key[jax.Array, ''],
+  documents: Sequence[Int[np.ndarray, '...']],
   *,
+  vocab: Vocab,
+  estimator: Estimator,
+  num_replicates: int,
   length: int,
-  schedule: schedules.Schedule = schedules.linear(),
-  num_replicates: int = 8,
-  batch_size: int = 64,
-  seed: int = 0,
-) -> dict:
-  """The bound on texts, cut into windows side by side, as a JSON report.
+  context: int = 0,
+  **options: Any,
+) -> Bounds:
+  """The bound of whole documents, of any length, each scored alone.
 
-  Each window is scored alone, without the text before it. Two models are
-  compared under the same noise when `seed` and the windows are the same.
+  The sum over `data.rolling_windows`, in which every token is scored once,
+  given the tokens before it in its window; so it is a bound of the chain rule
+  with a limited memory.
 
   Args:
     denoiser: the network.
     params: its parameters.
-    tokenizer: text to ids.
-    documents: the texts, cut into windows one by one.
+    key: consumed.
+    documents: ids of each, `[n]` each; an empty one costs 0.
+    vocab: roles of the ids.
+    estimator: as in `row_bounds`.
+    num_replicates: as in `row_bounds`.
     length: tokens per window, at most what the network accepts.
-    schedule: masking schedule the network was trained with; None: linear.
-    num_replicates: independent passes over the text, at least 2.
-    batch_size: windows per network call, at least 1.
+    context: tokens that every window but the first of a document sees before
+      those that it scores.
+    **options: `schedule`, `batch_size` and `on_progress` of `row_bounds`.
+
+  Returns:
+    The bounds by document.
+
+  Raises:
+    ValueError: as `row_bounds` and `data.rolling_windows`; a token that cannot
+      be drawn.
+  """
+  windows = data.rolling_windows(
+    documents,
+    length=length,
+    context=context,
+    pad_id=0 if vocab.pad_id is None else vocab.pad_id,
+  )
+  bounds = row_bounds(
+    denoiser,
+    params,
+    key,
+    windows.ids,
+    windows.valid,
+    windows.new,
+    vocab=vocab,
+    estimator=estimator,
+    num_replicates=num_replicates,
+    **options,
+  )
+  if np.isinf(bounds.nats).any():
+    raise ValueError('the network gave a token of the text probability 0')
+  nats, squares = (
+    np.bincount(windows.document, weights, minlength=len(documents))
+    for weights in (bounds.nats, bounds.standard_error**2)
+  )
+  return Bounds(nats, np.sqrt(squares))
+
+
+def evaluate_documents(
+  model: Pretrained,
+  documents: Sequence[data.Document],
+  *,
+  length: int,
+  context: int = 0,
+  num_calls: int = 4,
+  num_replicates: int = 2,
+  batch_size: int = 64,
+  seed: int = 0,
+  on_progress: Callable[[int, int], object] | None = None,
+) -> dict:
+  """The bound on texts as a report, with what compressors make of them.
+
+  By `bound_estimators.exact_count`, which has the smallest standard error per
+  network call of the estimators that a window of any length can afford
+  (docs/likelihood.md). Two models are compared under the same noise when
+  `seed` and the windows are the same.
+
+  Args:
+    model: the network and its tokenizer.
+    documents: the texts, each scored alone.
+    length: tokens per window, at most what the network accepts.
+    context: as in `document_bounds`.
+    num_calls: network calls of one estimate of a window.
+    num_replicates: independent estimates of every window, at least 2.
+    batch_size: windows per network call.
     seed: of all noise.
+    on_progress: as in `row_bounds`.
 
   Returns:
     The bound in nats per token and in bits per character, each with its
-    standard error, and what it was measured on. JSON can hold it.
+    standard error, of all texts and of each, and what it was measured on. JSON
+    can hold it.
 
   Raises:
-    ValueError: as `held_out_bound`; no text, or characters that the tokenizer
-      does not know.
+    ValueError: as `document_bounds`; characters that the tokenizer does not
+      know.
   """
-  windows = data.consecutive_windows(documents, tokenizer, length)
-  ids, valid = windows.take(np.arange(len(windows.starts)))
-  bound = held_out_bound(
-    denoiser,
-    params,
+  encoded = [model.tokenizer.encode(document.text) for document in documents]
+  bounds = document_bounds(
+    model.denoiser,
+    model.params,
     jax.random.key(seed),
-    ids,
-    valid,
-    vocab=tokenizer.vocab,
-    schedule=schedule,
+    encoded,
+    vocab=model.vocab,
+    estimator=bound_estimators.exact_count(num_calls),
     num_replicates=num_replicates,
+    length=length,
+    context=context,
+    schedule=model.bound_schedule,
     batch_size=batch_size,
+    on_progress=on_progress,
   )
+  num_tokens = sum(map(len, encoded))
+  text = '\n\n'.join(document.text for document in documents)
   num_characters = sum(len(document.text) for document in documents)
-  bits, bits_error = bound.bits_per_character(num_characters)
+  nats, error = bounds.nats.sum(), np.sqrt(np.sum(bounds.standard_error**2))
+  bits = num_characters * math.log(2)
   return {
-    'nats_per_token': bound.nats_per_token,
-    'nats_per_token_standard_error': bound.standard_error,
-    'bits_per_character': bits,
-    'bits_per_character_standard_error': bits_error,
-    'num_tokens': bound.num_tokens,
+    'nats_per_token': float(nats / num_tokens),
+    'nats_per_token_standard_error': float(error / num_tokens),
+    'perplexity': float(np.exp(nats / num_tokens)),
+    'bits_per_character': float(nats / bits),
+    'bits_per_character_standard_error': float(error / bits),
+    'compressed_bits_per_character': compressed_bits_per_character(text),
+    'num_tokens': num_tokens,
     'num_characters': num_characters,
     'length': length,
+    'context': context,
+    'dtype': model.config.dtype,
+    'estimator': 'exact_count',
+    'num_calls': num_calls,
     'num_replicates': num_replicates,
     'seed': seed,
+    'documents': [
+      {
+        'name': document.name,
+        'nats': float(nats),
+        'nats_standard_error': float(error),
+        'num_tokens': len(ids),
+        'num_characters': len(document.text),
+      }
+      for document, ids, nats, error in zip(
+        documents, encoded, *bounds, strict=True
+      )
+    ],
+  }
+
+
+def compressed_bits_per_character(text: str) -> dict[str, float]:
+  """What general compressors need for a text, at their best.
+
+  Example:
+    >>> bits = compressed_bits_per_character('abab' * 1000)
+    >>> max(bits.values()) < 0.2
+    True
+  """
+  content = text.encode()
+  compressed = {
+    'gzip': gzip.compress(content, 9, mtime=0),
+    'bzip2': bz2.compress(content, 9),
+    'xz': lzma.compress(content, preset=9),
+  }
+  return {
+    name: 8 * len(result) / len(text) for name, result in compressed.items()
   }
 
 
 def summary(report: dict) -> str:
-  """Lines for a person: the bound beside the corpus's entropies."""
+  """Lines for a person: the bound beside entropies and compressors."""
   lines = [
-    f'held-out text ({report["num_characters"]:,} characters): at most '
+    f'text ({report["num_characters"]:,} characters): at most '
     f'{report["nats_per_token"]:.4f} +- '
-    f'{report["nats_per_token_standard_error"]:.4f} nats per token, '
+    f'{report["nats_per_token_standard_error"]:.4f} nats per token '
+    f'(perplexity {report["perplexity"]:.2f}), '
     f'{report["bits_per_character"]:.4f} +- '
     f'{report["bits_per_character_standard_error"]:.4f} bits per character '
-    '(+- one standard error of the noise levels and masks)'
+    '(+- one standard error of the masks)',
+    'the same text compressed: '
+    + ', '.join(
+      f'{name} {bits:.3f}'
+      for name, bits in report['compressed_bits_per_character'].items()
+    )
+    + ' bits per character',
   ]
   entropies = report.get('corpus_entropies_bits_per_character')
   if entropies and not report.get('file'):
@@ -219,54 +336,6 @@ def environment() -> dict:
   return {
     'versions': versions,
     'device': jax.devices()[0].device_kind,
+    'num_devices': jax.device_count(),
     'matmul_precision': jax.config.jax_default_matmul_precision,
   }
-
-
-@functools.partial(
-  jax.jit, static_argnames=('num_replicates', 'num_rows', 't_min')
-)
-def _dealt_times(key, num_replicates, num_rows, t_min) -> Float[Array, 'N']:
-  """Stratified times, dealt to the rows at random in every replicate."""
-
-  def deal(key):
-    deal_key, draw_key = jax.random.split(key)
-    strata = jax.random.permutation(deal_key, num_rows)
-    return time_draws.stratified_times(draw_key, strata, num_rows, t_min=t_min)
-
-  keys = jax.random.split(key, num_replicates)
-  return jax.vmap(deal)(keys).reshape(-1)
-
-
-@functools.partial(jax.jit, static_argnames=('denoiser', 'vocab', 'schedule'))
-def _row_bounds(
-  denoiser,
-  params,
-  key,
-  ids: Int[Array, 'B L'],
-  valid: Bool[Array, 'B L'],
-  t: Float[Array, 'B'],
-  row_ids: Int[Array, 'B'],
-  *,
-  vocab,
-  schedule,
-) -> Float[Array, 'B']:
-  """Weighted sum of each row, in nats."""
-  log_probs, masked = predict.corrupted_log_probs(
-    denoiser,
-    params,
-    key,
-    ids,
-    t,
-    valid,
-    vocab=vocab,
-    schedule=schedule,
-    row_ids=row_ids,
-  )
-
-  def row_bound(*row):
-    return losses.continuous_bound(
-      *(x[None] for x in row), schedule=schedule
-    ).sum
-
-  return jax.vmap(row_bound)(log_probs, masked, valid, t)

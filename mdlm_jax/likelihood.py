@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from mdlm_jax import canvas, noise, predict, schedules
 from mdlm_jax.bound_estimators import Estimator, call_noise, chain_rule
-from mdlm_jax.checks import check_values
+from mdlm_jax.checks import check_integer, check_values
 from mdlm_jax.vocab import Vocab
 
 
@@ -88,7 +88,8 @@ def bound(
     num_replicates: independent estimates R, at least 2.
     valid: False at padding; None: no padding. Shape `[B, L]`.
     positions: logical positions; None: 0, 1, ... Shape `[B, L]`.
-    segments: document of each slot when several are packed in a row.
+    segments: document of each slot when several are packed in a row; each has
+      noise of its own.
     row_ids: ids of the rows for the noise; None: 0, 1, ... Shape `[B]`.
     schedule: masking schedule that the network was trained with, which says
       the t of a masking probability.
@@ -101,12 +102,8 @@ def bound(
     ValueError: a number out of range; on concrete arrays an answer outside
       `valid`, or longer than a `chain_rule` has calls.
   """
-  if num_replicates < 2:
-    raise ValueError(
-      f'{num_replicates=} must be at least 2 for a standard error'
-    )
-  if calls_at_once < 1:
-    raise ValueError(f'{calls_at_once=} must be at least 1')
+  check_integer('num_replicates', num_replicates, 2)  # Or there is no spread.
+  check_integer('calls_at_once', calls_at_once, 1)
   num_rows, length = ids.shape
   if valid is None:
     valid = jnp.ones(ids.shape, bool)
@@ -215,8 +212,8 @@ def log_prob(
     prompt_id: for the noise; prompts of other ids have independent noise.
     length: slots to which all are padded, by default those of the longest;
       equal lengths are compiled once.
-    schedule: as in `bound_replicates`.
-    calls_at_once: as in `bound_replicates`.
+    schedule: as in `bound`.
+    calls_at_once: as in `bound`.
 
   Returns:
     The scores. They are of whole answers; divide by a length, or subtract the
@@ -305,7 +302,9 @@ def _replicates(
       return estimator.masks(row_noise, answer)
 
     keys = noise.row_keys(key, row_ids)
-    masks = jax.vmap(row_masks, out_axes=1)(keys, positions, answer)
+    masks = jax.vmap(row_masks, out_axes=1)(
+      keys, noise.packed_positions(positions, segments), answer
+    )
     return jax.lax.map(call, masks, batch_size=calls_at_once).sum(0)
 
   keys = noise.row_keys(key, jnp.arange(num_replicates))

@@ -392,12 +392,9 @@ def evaluate(config, run, workdir):
   """Prints and writes the bound of the model as saved on held-out text."""
   model = directory.load(workdir / 'model')
   report = evaluation.evaluate_documents(
-    model.denoiser,
-    model.params,
-    model.tokenizer,
+    model,
     run.corpus.validation,
     length=config.data.length,
-    schedule=model.bound_schedule,
     **config.evaluation,
   )
   seconds = model.history['train_seconds']

@@ -1,10 +1,12 @@
-"""The bound of a model on held-out text, with its standard error.
+"""The bound of a model on text, with its standard error.
 
   python scripts/evaluate.py [--checkpoint=runs/tiny] [--file=text.txt] [--json]
 
 Without --file: the held-out part of the text that the model was trained on. The
 text of the model that comes with the package is not shipped; its held-out
-beginnings are, as mdlm_jax/pretrained/sotu/heldout.txt.
+beginnings are, as mdlm_jax/pretrained/sotu/heldout.txt. Every file is a
+document, scored alone and whole, in windows of the model's length; nothing is
+learned from it.
 """
 
 import json
@@ -18,8 +20,9 @@ from mdlm_jax.models import directory
 _CHECKPOINT = flags.DEFINE_string(
   'checkpoint',
   None,
-  'A model directory, or the work directory of a training run. Default: the '
-  'model that comes with the package.',
+  'A model directory, the --workdir of a training run, or a directory '
+  'downloaded from a model hub (docs/checkpoints.md). Default: the model that '
+  'comes with the package.',
 )
 _FILE = flags.DEFINE_string(
   'file', None, 'Text files, paths or globs separated by commas.'
@@ -27,12 +30,27 @@ _FILE = flags.DEFINE_string(
 _PART = flags.DEFINE_enum(
   'part', None, ['validation', 'test'], 'Without --file: the part held out.'
 )
+_LENGTH = flags.DEFINE_integer(
+  'length', None, "Tokens per window. Default: the model's length, up to 1024."
+)
+_CONTEXT = flags.DEFINE_integer(
+  'context',
+  0,
+  'Tokens before those that a window scores, which it sees. More of them lower '
+  'the bound, and cost calls.',
+)
+_NUM_CALLS = flags.DEFINE_integer(
+  'num_calls', 4, 'Network calls of one estimate of a window.'
+)
 _NUM_REPLICATES = flags.DEFINE_integer(
-  'num_replicates', 8, 'Independent passes over the text.'
+  'num_replicates', 2, 'Independent estimates of every window.'
 )
 _BATCH_SIZE = flags.DEFINE_integer('batch_size', 64, 'Rows per network call.')
 _SEED = flags.DEFINE_integer('seed', 0, 'Of the noise.', 0, 2**32 - 1)
 _JSON = flags.DEFINE_bool('json', False, 'Print one line of JSON.')
+
+# Published models are declared to be longer than a window should be.
+_LONGEST = 1024
 
 
 def held_out_documents(history: dict, part: str) -> tuple[data.Document, ...]:
@@ -56,30 +74,46 @@ def held_out_documents(history: dict, part: str) -> tuple[data.Document, ...]:
   return getattr(corpus, part)
 
 
+def named_documents(history: dict, files: str) -> tuple[data.Document, ...]:
+  """Text files, in the symbols that the model was trained on."""
+  documents = data.read_documents(files)
+  settings = history.get('config', {}).get('data', {})
+  return data.in_text8(documents) if settings.get('text8') else documents
+
+
 def main(_) -> None:
   if _FILE.value and _PART.value:
     raise ValueError('--part chooses from the training run, not from --file')
   path = directory.find(_CHECKPOINT.value)
   model = directory.load(path)
   documents = (
-    data.read_documents(_FILE.value)
+    named_documents(model.history, _FILE.value)
     if _FILE.value
     else held_out_documents(model.history, _PART.value or 'validation')
   )
+  longest = model.config.max_length
+  length = min(longest, _LONGEST) if _LENGTH.value is None else _LENGTH.value
+  if not 1 <= length <= longest:
+    raise ValueError(
+      f'--length={length} must be from 1 to the length {longest} of the model'
+    )
+  progress = command_line.Progress()
   report = evaluation.evaluate_documents(
-    model.denoiser,
-    model.params,
-    model.tokenizer,
+    model,
     documents,
-    length=model.config.max_length,
-    schedule=model.bound_schedule,
+    length=length,
+    context=_CONTEXT.value,
+    num_calls=_NUM_CALLS.value,
     num_replicates=_NUM_REPLICATES.value,
     batch_size=_BATCH_SIZE.value,
     seed=_SEED.value,
+    on_progress=progress,
   )
+  progress.close()
   report |= {
     'checkpoint': str(path),
     'file': _FILE.value,
+    'part': None if _FILE.value else _PART.value or 'validation',
     **model.history,
     **evaluation.environment(),
   }

@@ -28,7 +28,6 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-import tqdm
 from absl import flags
 
 from mdlm_jax import (
@@ -203,25 +202,6 @@ class Generated(NamedTuple):
   run_seconds: float
 
 
-class Progress:
-  """Shows the calls made and the time left once they take a second."""
-
-  def __init__(self):
-    self._bar = None
-
-  def __call__(self, calls, most):
-    """What `sampling.sample` calls after each call, in any order."""
-    if self._bar is None:
-      self._bar = tqdm.tqdm(
-        total=most, unit='call', delay=1, leave=False, dynamic_ncols=True
-      )
-    self._bar.update(max(int(calls) - self._bar.n, 0))
-
-  def close(self):
-    if self._bar is not None:
-      self._bar.close()
-
-
 def generate(
   model: directory.Pretrained,
   filled: canvas.Canvas,
@@ -349,7 +329,7 @@ def main(argv):
     )
   progress = None
   if sys.stderr.isatty() if _PROGRESS.value is None else _PROGRESS.value:
-    progress = Progress()
+    progress = command_line.Progress()
   generated = generate(
     model, filled, chosen, trajectory=num_canvases > 0, on_call=progress
   )

@@ -18,7 +18,7 @@ def make_state(num_layers=3, width=4, fill=1.0):
 
 
 def make_iterator():
-  windows = data.cut_windows([np.arange(66)], length=3, stride=1, pad_id=99)
+  windows = data.every_window([np.arange(66)], length=3, pad_id=99)
   return data.batches(windows, batch_size=8, seed=0)
 
 

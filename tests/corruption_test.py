@@ -31,6 +31,7 @@ def _draw(seed, t, *, ids=IDS, schedule=LINEAR, **given):
     'valid': jnp.ones(ids.shape, bool),
     'row_ids': jnp.arange(num_rows),
     'positions': jnp.broadcast_to(jnp.arange(length), ids.shape),
+    'segments': jnp.zeros(ids.shape, int),
     'protected': jnp.zeros(ids.shape, bool),
   } | given
   t = jnp.broadcast_to(jnp.asarray(t, jnp.float32), (num_rows,))
@@ -79,6 +80,16 @@ def test_the_mask_id_in_clean_text_is_not_masked():
   result = _draw(4, 0.0, ids=ids)
   assert result.masked.sum() == 0
   np.testing.assert_array_equal(result.corrupted_ids, ids)
+
+
+def test_documents_packed_in_a_row_have_noise_of_their_own():
+  document = SLOTS // 16
+  positions = SLOTS % 16
+  shared = _draw(5, 0.5, positions=positions).masked
+  np.testing.assert_array_equal(shared[:, :16], shared[:, 16:])
+  own = _draw(5, 0.5, positions=positions, segments=document).masked
+  np.testing.assert_array_equal(own[:, :16], shared[:, :16])
+  assert (own[:, 16:] != shared[:, 16:]).mean() > 0.4
 
 
 def test_protected_prompts_never_change_in_a_thousand_draws():

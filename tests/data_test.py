@@ -104,6 +104,23 @@ def test_split_by_document(tmp_path):
   assert len(corpus.training) == 36
 
 
+def test_text8_is_split_by_characters_and_spelled_in_27_symbols(tmp_path):
+  files = write(tmp_path, a='In 1790, Mr. \u00c9mile --\n\n Adams' + 'x' * 65)
+  corpus = data.read_corpus(files, split='tails', text8=True)
+  spelled = 'in one seven nine zero mr mile adams' + 'x' * 65
+  assert ''.join(part[0].text for part in corpus) == spelled
+  assert [len(part[0].text) for part in corpus] == [91, 5, 5]
+  # What has this form stays as it is; what loses everything is named.
+  assert data.text8_of(spelled) == spelled
+  with pytest.raises(ValueError, match='b holds no letter'):
+    data.in_text8([data.Document('b', '... \u00e9')])
+  settings = {'files': files, 'validation_files': '', 'split': 'tail'}
+  assert data.corpus_of(settings) == data.read_corpus(files)
+  assert data.corpus_of(settings | {'text8': True}) == data.read_corpus(
+    files, text8=True
+  )
+
+
 def test_validation_files_leave_the_training_text_whole(tmp_path):
   write(tmp_path, a='training', b='held out')
   corpus = data.read_corpus(
@@ -140,36 +157,46 @@ def test_character_tokenizer_knows_the_held_out_text():
 @given(
   st.lists(st.integers(0, 25), min_size=1, max_size=4).filter(any),
   st.integers(1, 8),
-  st.integers(1, 8),
+  st.integers(0, 7),
 )
-def test_windows_cover_every_token_inside_documents(sizes, length, stride):
-  stride = min(stride, length)
+def test_windows_cover_every_token_inside_documents(sizes, length, context):
   # Token ids are unique: 100 * document + position + 1.
   documents = [100 * i + np.arange(n) + 1 for i, n in enumerate(sizes)]
-  windows = data.cut_windows(documents, length=length, stride=stride, pad_id=0)
-  ids, valid = windows.take(np.arange(len(windows.starts)))
-  assert ids.shape == valid.shape == (len(windows.starts), length)
-  assert set(ids[valid]) == set(itertools.chain(*documents))
-  assert not ids[~valid].any()
-  assert valid[:, 0].all()
-  for row, is_valid in zip(ids, valid):
-    assert len(set(row[is_valid] // 100)) == 1
-    np.testing.assert_array_equal(np.diff(row[is_valid]), 1)
-  if stride == length:
-    assert valid.sum() == sum(sizes)  # Each token once.
-  if stride == 1:
-    assert len(ids) == sum(max(n - length, 0) + 1 for n in sizes if n)
+  context = min(context, length - 1)
+  every = data.every_window(documents, length=length, pad_id=0)
+  assert len(every.starts) == sum(max(n - length, 0) + 1 for n in sizes if n)
+  rolling = data.rolling_windows(
+    documents, length=length, context=context, pad_id=0
+  )
+  for ids, valid in (every.take(np.arange(len(every.starts))), rolling[:2]):
+    assert ids.shape == valid.shape == (len(ids), length)
+    assert set(ids[valid]) == set(itertools.chain(*documents))
+    assert not ids[~valid].any()
+    assert valid[:, 0].all()
+    for row, is_valid in zip(ids, valid):
+      assert len(set(row[is_valid] // 100)) == 1
+      np.testing.assert_array_equal(np.diff(row[is_valid]), 1)
+  # Each token is new once, in order, after enough context.
+  np.testing.assert_array_equal(
+    rolling.ids[rolling.new], list(itertools.chain(*documents))
+  )
+  np.testing.assert_array_equal(rolling.ids[:, 0] // 100, rolling.document)
+  later = rolling.ids[:, 0] % 100 > 1
+  assert (np.argmax(rolling.new, 1)[later] >= context).all()
+  assert rolling.valid[later].all()
 
 
 def test_ten_tokens_in_windows_of_four():
-  documents = [data.Document('a', 'abcdefghij')]
-  tokenizer = character_tokenizer('abcdefghij')
-  windows = data.consecutive_windows(documents, tokenizer, 4)
-  ids, valid = windows.take(np.arange(3))
+  windows = data.rolling_windows([np.arange(2, 12)], length=4, pad_id=0)
   np.testing.assert_array_equal(
-    ids, [[2, 3, 4, 5], [6, 7, 8, 9], [10, 11, 0, 0]]
+    windows.ids, [[2, 3, 4, 5], [6, 7, 8, 9], [8, 9, 10, 11]]
   )
-  assert valid.sum() == 10
+  np.testing.assert_array_equal(windows.new.sum(1), [4, 4, 2])
+  windows = data.rolling_windows(
+    [np.arange(2, 12)], length=4, context=2, pad_id=0
+  )
+  np.testing.assert_array_equal(windows.ids[:, 0], [2, 4, 6, 8])
+  np.testing.assert_array_equal(windows.new.sum(1), [4, 2, 2, 2])
 
 
 def test_text_shorter_than_the_sequence_length_is_named():
@@ -183,8 +210,8 @@ def test_text_shorter_than_the_sequence_length_is_named():
 
 
 def epoch_windows(num_windows, length=3):
-  return data.cut_windows(
-    [np.arange(num_windows + length - 1)], length=length, stride=1, pad_id=99
+  return data.every_window(
+    [np.arange(num_windows + length - 1)], length=length, pad_id=99
   )
 
 

@@ -1,205 +1,219 @@
+"""Rows and documents: every token once, in any batch, on any devices."""
+
+import json
 import math
+import os
+import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mdlm_jax import data, evaluation, predict, schedules
-from mdlm_jax import tokenizer as tokenizer_lib
+from mdlm_jax import bound_estimators, data, evaluation, predict, schedules
+from mdlm_jax.models.pretrained import Pretrained
+from mdlm_jax.models.transformer import TransformerConfig
+from mdlm_jax.tokenizer import character_tokenizer
 from mdlm_jax.vocab import Vocab
 
 VOCAB = Vocab(size=9, mask_id=1, pad_id=0)  # 7 real tokens: 2 to 8.
+FEW = bound_estimators.exact_count(2)
 
 
 def stub(logits):
-  """A network whose logits are `logits(ids, t)`, `[B, L, 9]`."""
+  """A network whose logits are `logits(ids, positions)`, `[B, L, 9]`."""
 
-  def features(params, cache, ids, *, t, **_):
-    return logits(ids, t), ()
+  def features(params, cache, ids, *, valid, **_):
+    return logits(ids, valid), ()
 
-  return predict.Denoiser(features, lambda params, hidden: hidden)
-
-
-UNIFORM = stub(lambda ids, t: jnp.zeros((*ids.shape, 9)))
-
-
-def two_strings(ids, t):
-  """Exact for half AB (2, 3) and half BA: the other one, or a coin."""
-  other = ids[:, ::-1]
-  a, b = (
-    jnp.where(other == 5 - token, 0.0, jnp.where(other == 1, -0.69, -1e9))
-    for token in (2, 3)
+  return predict.Denoiser(
+    features, lambda params, hidden: hidden, time_free=True
   )
-  low = jnp.full((*ids.shape, 9), -1e9)
-  return low.at[..., 2].set(a).at[..., 3].set(b)
 
 
-TWO_STRINGS = stub(two_strings)
-
-
-def easy_and_hard(ids, t):
-  """Independent tokens: 2 costs 2 nats, 3 costs 4 nats."""
-  costs = jnp.array([-2.0, -4.0])
-  rest = jnp.log1p(-jnp.sum(jnp.exp(costs)))
-  row = jnp.full(9, -1e9).at[2:5].set(jnp.append(costs, rest))
+def nats_of_token(ids, valid):
+  """Token k costs k - 2 + 1 nats: 1, 2, 3, 4; the rest is that of 8."""
+  costs = -jnp.arange(1.0, 6.0)
+  rest = jnp.log1p(-jnp.exp(costs).sum())
+  row = jnp.full(9, -1e9).at[2:8].set(jnp.append(costs, rest))
   return jnp.broadcast_to(row, (*ids.shape, 9))
 
 
-EASY_AND_HARD = stub(easy_and_hard)
+def successor(ids, valid):
+  """Sure of the token after a visible one on its left, else of none."""
+  left = jnp.pad(ids, ((0, 0), (1, 0)), constant_values=1)[:, :-1]
+  sure = jax.nn.one_hot(2 + (left - 1) % 7, 9) * 1e4
+  return jnp.where((left > 1)[..., None], sure, 0.0)
 
 
-def bound(denoiser, ids, valid=None, seed=0, **options):
+COSTS, SUCCESSOR = stub(nats_of_token), stub(successor)
+
+
+def rows(denoiser, ids, answer=None, seed=0, **options):
   ids = np.asarray(ids, np.int32)
-  valid = np.ones(ids.shape, bool) if valid is None else valid
-  options = {'num_replicates': 16, 'batch_size': 64, 'vocab': VOCAB} | options
-  key = jax.random.key(seed)
-  return evaluation.held_out_bound(denoiser, {}, key, ids, valid, **options)
+  valid = ids > 0
+  options = {
+    'vocab': VOCAB, 'estimator': FEW, 'num_replicates': 2, 'batch_size': 4,
+  } | options  # fmt: skip
+  return evaluation.row_bounds(
+    denoiser, {}, jax.random.key(seed), ids, valid,
+    valid if answer is None else answer, **options,
+  )  # fmt: skip
 
 
-def assert_within_errors(result, expected):
-  """4 standard errors of 16 replicates: false alarms below 1 in 800."""
-  assert result.standard_error < 0.05 * expected
-  error = abs(result.nats_per_token - expected)
-  assert error < 4 * result.standard_error + 1e-3 * expected
+def documents(denoiser, ids, **options):
+  options = {
+    'vocab': VOCAB, 'estimator': FEW, 'num_replicates': 2, 'batch_size': 4,
+  } | options  # fmt: skip
+  return evaluation.document_bounds(
+    denoiser, {}, jax.random.key(0), [np.asarray(x, np.int32) for x in ids],
+    **options,
+  )  # fmt: skip
 
 
-def test_two_string_toy_is_one_bit_per_string():
-  result = bound(TWO_STRINGS, [[2, 3], [3, 2]] * 200)
-  assert_within_errors(result, math.log(2) / 2)
-  assert abs(2 * result.nats_per_token - math.log(2)) < 0.02
-  assert result.num_tokens == 800
+def test_batches_do_not_matter():
+  ids = np.random.default_rng(0).integers(2, 7, (7, 4))
+  expected = rows(SUCCESSOR, ids, batch_size=64)
+  np.testing.assert_allclose(rows(SUCCESSOR, ids), expected, rtol=1e-6)
+  assert (expected.standard_error > 0).any()
+  assert (rows(SUCCESSOR, ids, seed=1).nats != expected.nats).any()
+  # Rows of one id have the same noise.
+  same = rows(SUCCESSOR, ids[[0, 0, 0, 0]], row_ids=np.array([3, 3, 5, 3])).nats
+  assert same[0] == same[1] != same[2]
 
 
-def test_uniform_network_costs_the_log_of_the_real_tokens():
-  ids = np.random.default_rng(0).integers(2, 9, (100, 8))
-  assert_within_errors(bound(UNIFORM, ids), math.log(7))
+def test_progress_counts_the_calls_of_every_batch():
+  events = []
+  rows(
+    COSTS, np.full((11, 4), 2),
+    on_progress=lambda *event: events.append(event),
+  )  # fmt: skip
+  # Three batches, each 2 replicates of 2 calls.
+  assert events == [(0, 12), (4, 12), (8, 12), (12, 12)]
 
 
-def test_pads_are_neither_scored_nor_counted():
-  # PAD is the favourite; 3 real tokens and 13 pads per row.
-  def pads(ids, t):
-    row = jnp.full(9, math.log(0.01 / 7)).at[0].set(math.log(0.99))
-    return jnp.broadcast_to(row, (*ids.shape, 9))
-
-  ids = np.zeros((200, 16), np.int32)
-  ids[:, :3] = 4
-  result = bound(stub(pads), ids, ids != 0)
-  assert result.num_tokens == 600
-  # A draw of PAD is impossible, so the 0.01 is the whole: ln 7, not ln 700.
-  assert_within_errors(result, math.log(7))
+def test_every_token_is_counted_once_and_once_only():
+  """Documents of one token are exact: 1 to 4 nats; 100 of 2 and 10 of 4."""
+  bounds = documents(COSTS, [[2], [3], [4], [5]], length=4)
+  np.testing.assert_allclose(bounds.nats, [1, 2, 3, 4], rtol=1e-6)
+  np.testing.assert_array_equal(bounds.standard_error, 0)
+  bounds = documents(COSTS, [[3] * 100, [], [5] * 10], length=4)
+  np.testing.assert_allclose(bounds.nats, [200, 0, 40], rtol=1e-5)
+  perplexity = math.exp(bounds.nats.sum() / 110)
+  np.testing.assert_allclose(perplexity, 8.862, rtol=1e-3)
 
 
-def test_tokens_are_pooled_and_not_averaged_by_row():
-  # Per 100 tokens at 2 nats 10 at 4 nats: perplexity 8.862, not 20.09.
-  ids = np.array([[2] * 50] * 40 + [[3] * 10 + [0] * 40] * 20)
-  result = bound(EASY_AND_HARD, ids, ids != 0, num_replicates=40)
-  assert_within_errors(result, math.log(8.862))
+def test_context_is_seen_and_not_scored():
+  """Given its left neighbour a token costs nothing, else the log of 7."""
+  text = 2 + np.arange(30) % 7
+  once = bound_estimators.chain_rule(4)
+  first = documents(SUCCESSOR, [text[:4]] * 4, length=4, estimator=once)
+  whole = documents(SUCCESSOR, [text], length=4, context=3, estimator=once)
+  assert first.nats[0] >= math.log(7) - 1e-5
+  np.testing.assert_allclose(whole.nats[0], first.nats[0], rtol=1e-6)
+  apart = documents(SUCCESSOR, [text], length=4, estimator=once)
+  # Each of 8 windows but the last begins without its left neighbour.
+  assert apart.nats[0] > 7 * math.log(7) - 1e-3
 
 
-def test_rows_scored_together_equal_rows_scored_apart():
-  # Documents of 3 and 7 tokens. Many replicates; the law is the same.
-  ids = np.array([[2, 2, 3, 0, 0, 0, 0], [3, 3, 2, 2, 3, 3, 3]])
-  options = {'num_replicates': 400, 'batch_size': 400}
-  together = bound(EASY_AND_HARD, ids, ids != 0, **options)
-  assert together.num_tokens == 10
-  apart = [bound(EASY_AND_HARD, row[row != 0][None], **options) for row in ids]
-  assert [result.num_tokens for result in apart] == [3, 7]
-  assert_within_errors(apart[0], 8 / 3)
-  assert_within_errors(apart[1], 24 / 7)
-  assert_within_errors(together, 32 / 10)
+def test_the_error_is_that_of_repeated_estimates():
+  ids = np.tile(2 + np.arange(4), (24, 1))
+  found = [rows(SUCCESSOR, ids, seed=seed) for seed in range(40)]
+  spread = np.std([bounds.nats.sum() for bounds in found], ddof=1)
+  squares = [np.sum(bounds.standard_error**2) for bounds in found]
+  # 40 repetitions: the spread is uncertain by 11 %; false alarms 1 in 300.
+  assert 0.7 < spread / math.sqrt(np.mean(squares)) < 1.4
 
 
-@pytest.mark.parametrize('batch_size', [1, 3, 7, 64])
-def test_batch_size_does_not_matter(batch_size):
-  ids = np.random.default_rng(0).integers(2, 4, (7, 5))
-  options = {'num_replicates': 3}
-  expected = bound(TWO_STRINGS, ids[:, :2], batch_size=21, **options)
-  result = bound(
-    stub(two_strings), ids[:, :2], batch_size=batch_size, **options
+SHARDED = """
+import jax, numpy as np
+from evaluation_test import COSTS, SUCCESSOR, documents, rows
+assert jax.device_count() == 8
+# 5 documents of 1 ... 5 nats, batches of 2 that 8 devices share.
+bounds = documents(COSTS, [[2], [3], [4], [5], [6]], length=4, batch_size=2)
+assert len(bounds.nats) == 5
+np.testing.assert_allclose(bounds.nats, [1, 2, 3, 4, 5], rtol=1e-6)
+np.testing.assert_allclose(bounds.nats.mean(), 3, rtol=1e-6)
+ids = np.random.default_rng(0).integers(2, 7, (11, 4))
+print(rows(SUCCESSOR, ids, batch_size=8).nats.tolist())
+"""
+
+
+def test_rows_on_eight_devices_are_counted_once():
+  here = pathlib.Path(__file__).parent
+  result = subprocess.run(
+    [sys.executable, '-c', SHARDED],
+    check=True,
+    capture_output=True,
+    text=True,
+    env={
+      **os.environ,
+      'PYTHONPATH': os.pathsep.join([str(here), str(here.parent), *sys.path]),
+      'JAX_PLATFORMS': 'cpu',
+      'XLA_FLAGS': '--xla_force_host_platform_device_count=8',
+    },
   )
-  np.testing.assert_allclose(result, expected, rtol=1e-6)
+  ids = np.random.default_rng(0).integers(2, 7, (11, 4))
+  np.testing.assert_allclose(
+    json.loads(result.stdout), rows(SUCCESSOR, ids).nats, rtol=1e-6
+  )
 
 
-def test_every_row_meets_all_noise_levels():
-  # Token 2 costs t, token 3 costs 5 t. Were row 0 always given the low noise
-  # levels and row 1 the high ones, the result would be 2 instead of 1.5.
-  def rising(ids, t):
-    cost = t[:, None] * jnp.array([1.0, 5.0])
-    rest = jnp.log1p(-jnp.sum(jnp.exp(-cost - 1.0), 1, keepdims=True) / 2)
-    row = jnp.concatenate([-cost - 1.0 - math.log(2), rest], 1)
-    row = jnp.pad(row, ((0, 0), (2, 4)), constant_values=-1e9)
-    return jnp.broadcast_to(row[:, None], (*ids.shape, 9))
-
-  ids = np.array([[2] * 32, [3] * 32])
-  result = bound(stub(rising), ids, num_replicates=400, batch_size=400)
-  assert_within_errors(result, 1.5 + 1.0 + math.log(2))
-
-
-def test_standard_error_is_that_of_repeated_estimates():
-  ids = [[2, 3], [3, 2]] * 10
-  results = [
-    bound(TWO_STRINGS, ids, seed=seed, num_replicates=8, batch_size=160)
-    for seed in range(60)
-  ]
-  spread = np.std([r.nats_per_token for r in results], ddof=1)
-  stated = math.sqrt(np.mean([r.standard_error**2 for r in results]))
-  # 60 repetitions: the spread itself is uncertain by 9 %.
-  assert 0.7 < spread / stated < 1.4
-
-
-def test_schedules_agree_and_seeds_differ():
-  ids = np.random.default_rng(0).integers(2, 9, (200, 8))
-  linear = bound(UNIFORM, ids)
-  cosine = bound(UNIFORM, ids, schedule=schedules.cosine())
-  assert linear.nats_per_token != cosine.nats_per_token
-  assert_within_errors(cosine, math.log(7))
+NAN = stub(lambda ids, valid: jnp.full((*ids.shape, 9), jnp.nan))
+CONFIG = TransformerConfig(
+  vocab_size=9, num_layers=1, model_dim=4, num_heads=1, mlp_dim=4, max_length=4
+)
+MODEL = Pretrained(
+  CONFIG, SUCCESSOR, {}, VOCAB, character_tokenizer('abcdefg'),
+  schedules.linear(), {},
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
-  ('options', 'message'),
+  'make, message',
   [
-    ({'num_replicates': 1}, 'num_replicates=1'),
-    ({'batch_size': 0}, 'batch_size=0'),
-    ({'valid': np.zeros((1, 2), bool)}, 'no token'),
+    (lambda: rows(COSTS, [[2]], batch_size=0), 'batch_size=0'),
+    (lambda: rows(COSTS, [[2]], num_replicates=1), 'num_replicates=1'),
+    (lambda: rows(NAN, [[2]]), 'NaN'),
+    (lambda: documents(COSTS, [[], []], length=4), 'no token'),
+    (lambda: documents(COSTS, [[1]], length=4), 'probability 0'),
+    (lambda: documents(COSTS, [[2]], length=4, context=4), 'context=4'),
+    (lambda: documents(COSTS, [[2]], length=0), 'length=0'),
   ],
-)
-def test_impossible_requests_are_refused(options, message):
+)  # fmt: skip
+def test_what_cannot_be_is_refused(make, message):
   with pytest.raises(ValueError, match=message):
-    bound(UNIFORM, [[2, 3]], **options)
+    make()
 
 
-def test_a_network_of_nan_is_refused():
-  def features(params, cache, ids, **unused):
-    return jnp.full((*ids.shape, VOCAB.size), jnp.nan), ()
-
-  broken = predict.Denoiser(features, lambda params, hidden: hidden)
-  with pytest.raises(ValueError, match='non-finite'):
-    bound(broken, np.full((2, 4), 3, np.int32))
-
-
-def test_bits_per_character():
-  result = evaluation.HeldOutBound(2 * math.log(2), 0.1 * math.log(2), 50)
-  # 2 bits per token, 50 tokens for 200 characters.
-  np.testing.assert_allclose(result.bits_per_character(200), (0.5, 0.025))
-
-
-def test_report_counts_every_token_of_the_text_once():
-  tokenizer = tokenizer_lib.character_tokenizer('abcdefg')
-  documents = [data.Document('1', 'abcdefgabc'), data.Document('2', 'ba')]
-  report = evaluation.evaluate_documents(
-    UNIFORM, {}, tokenizer, documents, length=4, num_replicates=200
-  )
+def test_the_report_has_the_whole_and_its_documents():
+  texts = [data.Document('1', 'abcdefgabc'), data.Document('2', 'ba')]
+  report = evaluation.evaluate_documents(MODEL, texts, length=4)
   assert report['num_tokens'] == report['num_characters'] == 12
+  sizes = [part['num_tokens'] for part in report['documents']]
+  assert sizes == [10, 2]
+  nats = sum(part['nats'] for part in report['documents'])
+  np.testing.assert_allclose(report['nats_per_token'], nats / 12)
+  np.testing.assert_allclose(report['perplexity'], math.exp(nats / 12))
   bits, error = (
     report[f'bits_per_character{suffix}'] for suffix in ('', '_standard_error')
   )
-  assert abs(bits - math.log2(7)) < 4 * error
+  np.testing.assert_allclose(bits, nats / 12 / math.log(2))
   assert f'{bits:.4f} +- {error:.4f} bits' in evaluation.summary(report)
-  again = evaluation.evaluate_documents(
-    UNIFORM, {}, tokenizer, documents, length=4, num_replicates=200, seed=1
-  )
-  assert again['nats_per_token'] != report['nats_per_token']
+  assert 'xz ' in evaluation.summary(report)
+  # What a number needs to be measured again, in the same words every time.
+  again = evaluation.evaluate_documents(MODEL, texts, length=4)
+  assert json.dumps(report, allow_nan=False) == json.dumps(again)
+  for name, value in (
+    ('seed', 1), ('num_calls', 3), ('context', 1),
+  ):  # fmt: skip
+    other = evaluation.evaluate_documents(
+      MODEL, texts, length=4, **{name: value}
+    )
+    assert other[name] == value
+    assert other['nats_per_token'] != report['nats_per_token'], name
 
 
 def test_environment_names_versions_device_and_precision():

@@ -23,12 +23,9 @@ def test_it_has_the_recorded_bound_on_held_out_text():
   """On a tenth of the shipped beginnings; five errors of both numbers."""
   text = (directory.find() / 'heldout.txt').read_text('utf-8')[:10_000]
   report = evaluation.evaluate_documents(
-    MODEL.denoiser,
-    MODEL.params,
-    MODEL.tokenizer,
+    MODEL,
     [data.Document('heldout', text)],
     length=MODEL.config.max_length,
-    num_replicates=4,
     batch_size=32,
   )
   # The beginning of one address is not the mean of thirteen: 0.3 bits is the
