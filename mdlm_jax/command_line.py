@@ -66,8 +66,9 @@ class Progress:
   def __init__(self):
     self._bar = None
 
-  def __call__(self, done, planned):
+  def __call__(self, done, planned, ids=None):
     """What `sampling.sample` calls after each call, in any order."""
+    del ids
     if self._bar is None:
       self._bar = tqdm.tqdm(
         total=int(planned),

@@ -281,7 +281,7 @@ def test_the_end_of_a_text_is_heeded_deferred_or_forbidden(
   assert record['num_tokens'] == (3 if ended else 8)
 
 
-def test_progress_counts_up_to_the_calls_made(with_eos):
+def test_progress_counts_up_to_the_calls_made(with_eos, monkeypatch):
   bars = []
 
   class Bar:
@@ -295,13 +295,8 @@ def test_progress_counts_up_to_the_calls_made(with_eos):
     def close(self):
       self.closed = True
 
-  script_runner.run(
-    'sample.py',
-    '--progress',
-    '--steps=4',
-    tqdm=types.SimpleNamespace(tqdm=Bar),
-    directory=with_eos,
-  )
+  monkeypatch.setattr('mdlm_jax.command_line.tqdm.tqdm', Bar)
+  script_runner.run('sample.py', '--progress', '--steps=4', directory=with_eos)
   (bar,) = bars
   assert (bar.total, bar.n, bar.closed) == (4, 4, True)
 
