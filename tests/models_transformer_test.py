@@ -32,6 +32,10 @@ VARIANTS = {
     'num_kv_heads': 1, 'qk_norm': 'projection', 'embedding_scale': 5.0,
     'logit_scale': 0.5,
   },
+  'adaln': {
+    'norm': 'layer', 'mlp': 'gelu', 'tied_head': False, 'head_bias': True,
+    'time_conditioning': True, 'conditioning_dim': 6, 'time_input': 'sigma',
+  },
 }  # fmt: skip
 IDS = np.array([[3, 5, 7, 2, 9, 4, 6, 8]])
 
@@ -74,7 +78,7 @@ def logits(
     ids,
     at=at,
     step=jnp.int32(0),
-    t=jnp.full(batch, t),
+    t=jnp.asarray(t) if np.ndim(t) else jnp.full(batch, t),
     valid=jnp.asarray(valid),
     positions=jnp.asarray(positions),
     segments=None if segments is None else jnp.asarray(segments),
@@ -87,6 +91,14 @@ def silu(x):
   return x / (1 + np.exp(-x))
 
 
+def gelu(x):
+  return x * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3))) / 2
+
+
+def dense(x, weights):
+  return x @ weights['kernel'] + weights.get('bias', 0)
+
+
 def reference_logits(config, params, ids, t):
   """The network written again in NumPy, a loop over rows, layers and heads."""
   params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
@@ -96,6 +108,8 @@ def reference_logits(config, params, ids, t):
   kv_heads = config.num_kv_heads or config.num_heads
 
   def norm(x, weights):
+    if config.norm == 'layer':
+      x = x - x.mean(-1, keepdims=True)
     mean_square = (x**2).mean(-1, keepdims=True)
     return x / np.sqrt(mean_square + config.norm_eps) * weights['scale']
 
@@ -110,26 +124,24 @@ def reference_logits(config, params, ids, t):
         out[position, i + half] = b * np.cos(angle) + a * np.sin(angle)
     return out
 
+  level = 1000 * t if config.time_input == 't' else -np.log(1 - 0.999 * t)
+  angles = level * 10_000.0 ** -(np.arange(128) / 128)
+  last_steer = np.zeros((2, dim))
+  if config.time_conditioning:
+    time = np.concatenate([np.cos(angles), np.sin(angles)])
+    time = silu(dense(time, params['time_in']))
+    time = silu(dense(time, params['time_out']))
+    last_steer = dense(time, params['modulation']).reshape(2, dim)
   rows = []
   for row in ids:
     x = params['embedding'][row] * embedding_scale
-    if config.time_conditioning:
-      frequencies = 10_000.0 ** -(np.arange(64) / 64)
-      features = np.concatenate(
-        [np.cos(1000 * t * frequencies), np.sin(1000 * t * frequencies)]
-      )
-      time = silu(features @ params['time_in']['kernel'])
-      time = silu(time @ params['time_out']['kernel'])
     for layer in range(config.num_layers):
       block = jax.tree.map(operator.itemgetter(layer), params['blocks'])
-      steer = np.zeros((6, dim))
+      steer = np.repeat([[0], [0], [1], [0], [0], [1]], dim, axis=1)
       if config.time_conditioning:
-        steer = (time @ block['modulation']['kernel']).reshape(6, dim)
+        steer = dense(time, block['modulation']).reshape(6, dim)
       h = norm(x, block['attention_norm']) * (1 + steer[1]) + steer[0]
-      q, k, v = (
-        h @ block[name]['kernel'] + block[name].get('bias', 0)
-        for name in ('query', 'key', 'value')
-      )
+      q, k, v = (dense(h, block[name]) for name in ('query', 'key', 'value'))
       if config.qk_norm == 'projection':
         q, k = norm(q, block['query_norm']), norm(k, block['key_norm'])
       q, k, v = (x.reshape(len(row), -1, head_dim) for x in (q, k, v))
@@ -142,13 +154,16 @@ def reference_logits(config, params, ids, t):
         weights = np.exp(scores)
         mixed.append(weights / weights.sum(-1, keepdims=True) @ v[:, group])
       mixed = np.concatenate(mixed, -1) @ block['attention_out']['kernel']
-      x = x + (1 + steer[2]) * mixed
+      x = x + steer[2] * mixed
       h = norm(x, block['mlp_norm']) * (1 + steer[4]) + steer[3]
-      gate, up = (h @ block[name]['kernel'] for name in ('gate', 'up'))
-      out = (silu(gate) * up) @ block['mlp_out']['kernel']
-      x = x + (1 + steer[5]) * out
+      if config.mlp == 'gelu':
+        h = gelu(dense(h, block['up']))
+      else:
+        h = silu(dense(h, block['gate'])) * dense(h, block['up'])
+      x = x + steer[5] * dense(h, block['mlp_out'])
     table = params['embedding' if config.tied_head else 'head']
-    rows.append(norm(x, params['norm']) @ table.T * config.logit_scale)
+    x = norm(x, params['norm']) * (1 + last_steer[1]) + last_steer[0]
+    rows.append(x @ table.T * config.logit_scale + params.get('head_bias', 0))
   return np.stack(rows)
 
 
@@ -293,7 +308,7 @@ def test_chosen_slots_are_those_of_the_full_pass():
 
 
 def test_the_noise_level_acts_only_with_time_conditioning():
-  for name, acts in (('plain', False), ('time', True)):
+  for name, acts in (('plain', False), ('time', True), ('adaln', True)):
     config = variant(name)
     params = random_params(config)
     early = logits(config, params, IDS, t=0.1)
@@ -301,12 +316,27 @@ def test_the_noise_level_acts_only_with_time_conditioning():
     assert (jnp.abs(early - late).max() > 1e-3) == acts
 
 
-def test_a_fresh_time_conditioned_network_ignores_the_noise_level():
-  config = variant('time')
-  params = transformer.init(config, jax.random.key(0))
-  np.testing.assert_array_equal(
-    logits(config, params, IDS, t=0.1), logits(config, params, IDS, t=0.9)
-  )
+def test_a_fresh_time_conditioned_network_is_the_unconditional_one():
+  plain = logits(CONFIG, transformer.init(CONFIG, jax.random.key(0)), IDS)
+  for changes in ({'time_conditioning': True}, {'conditioning_dim': 6}):
+    config = dataclasses.replace(CONFIG, **changes)
+    params = transformer.init(config, jax.random.key(0))
+    np.testing.assert_array_equal(logits(config, params, IDS, t=0.9), plain)
+
+
+def test_every_slot_may_have_a_noise_level_of_its_own():
+  config, params = variant('time'), random_params(variant('time'))
+  # A document alone has the logits it has beside one of another level.
+  segments = np.array([[0, 0, 0, 1, 1, 1, 1, 1]])
+  both = logits(config, params, IDS, t=np.array(0.3 + 0.4 * segments),
+                segments=segments)  # fmt: skip
+  for level, slots in ((0.3, slice(0, 3)), (0.7, slice(3, 8))):
+    alone = logits(config, params, IDS, t=level, segments=segments)
+    np.testing.assert_allclose(both[:, slots], alone[:, slots], atol=1e-5)
+  at = jnp.array([[2, 3, 4]])
+  window = logits(config, params, IDS, t=np.array(0.3 + 0.4 * segments),
+                  segments=segments, at=at)  # fmt: skip
+  np.testing.assert_allclose(window, both[:, 2:5], atol=1e-6)
 
 
 @pytest.mark.parametrize('name', ['plain', 'untied'])
@@ -427,11 +457,15 @@ assert (run() == with_graph).all()
     ({'norm_eps': float('nan')}, 'norm_eps=nan'),
     ({'head_width': 5}, 'head_width=5 must be even'),
     ({'head_width': 0}, 'head_width=0'),
-    ({'qk_norm': 'width'}, "qk_norm='width' must be None or one of"),
+    ({'qk_norm': 'width'}, "qk_norm='width' must be one of"),
     ({'embedding_scale': 0.0}, 'embedding_scale=0.0'),
     ({'logit_scale': -1.0}, 'logit_scale=-1.0'),
     ({'rope_dtype': 'int8'}, "rope_dtype='int8' must be one of"),
     ({'dtype': 'float64'}, "dtype='float64' must be one of .*bfloat16"),
+    ({'norm': 'batch'}, "norm='batch' must be one of .*rms"),
+    ({'mlp': 'relu'}, "mlp='relu' must be one of .*gelu"),
+    ({'conditioning_dim': 0}, 'conditioning_dim=0'),
+    ({'time_input': 'sigma'}, "time_input='sigma' needs time_conditioning"),
   ],
 )
 def test_an_impossible_config_is_refused_by_name(changes, message):

@@ -3,7 +3,14 @@
 import dataclasses
 
 _DTYPES = ('float32', 'bfloat16')
-_QK_NORMS = ('head', 'projection')
+_CHOICES = {
+  'dtype': _DTYPES,
+  'rope_dtype': _DTYPES,
+  'qk_norm': (None, 'head', 'projection'),
+  'norm': ('rms', 'layer'),
+  'mlp': ('swiglu', 'gelu'),
+  'time_input': ('t', 'sigma'),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,19 +23,19 @@ class TransformerConfig:
     model_dim: width of the residual stream.
     num_heads: query heads; without `head_width` they must divide `model_dim`
       into heads of even width.
-    mlp_dim: hidden width of SwiGLU.
+    mlp_dim: hidden width of the MLP.
     max_length: longest sequence accepted, the trained length.
     num_kv_heads: key/value heads, a divisor of `num_heads`; None: one each.
     time_conditioning: whether the noise level `t` steers the norms.
     tied_head: whether the head is the transposed embedding table.
     rope_base: base of the rotary wavelengths.
-    norm_eps: added to the mean square under the root.
+    norm_eps: added under the root.
     dtype: compute dtype, 'float32' or 'bfloat16'. Norms, softmax and logits are
       computed in float32 either way.
     head_width: width of a head, even; None: `model_dim / num_heads`.
     qkv_bias: whether queries, keys and values have a bias.
-    qk_norm: RMSNorm of queries and keys before the rotation: of each 'head'
-      (Henry et al., 2020), or of the whole 'projection' at once.
+    qk_norm: norm of queries and keys before the rotation: of each 'head' (Henry
+      et al., 2020), or of the whole 'projection' at once.
     embedding_scale: factor of the embedded ids; None: the inverse of the spread
       of a fresh table, so that the stream begins with unit variance.
     logit_scale: factor of the logits.
@@ -37,6 +44,17 @@ class TransformerConfig:
       many logical positions; 1 is a causal network. None: every slot sees all.
     shifted: whether the logits at a slot are those of the token after it, as in
       a network that began as an autoregressive one (`Denoiser.shifted`).
+    norm: 'rms' (Zhang and Sennrich, 2019) or 'layer', which also takes away the
+      mean; both have weights and no bias.
+    mlp: 'swiglu' without biases (Shazeer, 2020), or 'gelu' in its tanh form
+      between two matrices with biases.
+    head_bias: whether the logits have a bias.
+    conditioning_dim: width of the vector that modulates every norm and branch
+      (Peebles and Xie, 2023); None: `model_dim` with `time_conditioning`, else
+      nothing is modulated. Given without `time_conditioning`, the vector is
+      that of level 0 always.
+    time_input: what is embedded of the noise level: 't', or 'sigma' = -log
+      alpha(t) of the log-linear schedule; the latter needs `time_conditioning`.
 
   Raises:
     ValueError: for a value outside these ranges.
@@ -62,6 +80,11 @@ class TransformerConfig:
   rope_dtype: str = 'float32'
   shifted: bool = False
   attention_block: int | None = None
+  norm: str = 'rms'
+  mlp: str = 'swiglu'
+  head_bias: bool = False
+  conditioning_dim: int | None = None
+  time_input: str = 't'
 
   def __post_init__(self):
     for name in (
@@ -73,8 +96,9 @@ class TransformerConfig:
       'max_length',
     ):
       _require_positive_int(name, getattr(self, name))
-    if self.attention_block is not None:
-      _require_positive_int('attention_block', self.attention_block)
+    for name in ('attention_block', 'conditioning_dim'):
+      if getattr(self, name) is not None:
+        _require_positive_int(name, getattr(self, name))
     if self.head_width is not None:
       _require_positive_int('head_width', self.head_width)
       if self.head_width % 2:
@@ -99,14 +123,14 @@ class TransformerConfig:
         continue
       if not 0 < value < float('inf'):
         raise ValueError(f'{name}={value} must be positive and finite')
-    for name in ('dtype', 'rope_dtype'):
-      if getattr(self, name) not in _DTYPES:
+    for name, choices in _CHOICES.items():
+      if getattr(self, name) not in choices:
         raise ValueError(
-          f'{name}={getattr(self, name)!r} must be one of {_DTYPES}'
+          f'{name}={getattr(self, name)!r} must be one of {choices}'
         )
-    if self.qk_norm is not None and self.qk_norm not in _QK_NORMS:
+    if self.time_input != 't' and not self.time_conditioning:
       raise ValueError(
-        f'qk_norm={self.qk_norm!r} must be None or one of {_QK_NORMS}'
+        f'time_input={self.time_input!r} needs time_conditioning'
       )
 
   @property
@@ -116,6 +140,13 @@ class TransformerConfig:
   @property
   def kv_heads(self) -> int:
     return self.num_kv_heads or self.num_heads
+
+  @property
+  def modulation_width(self) -> int:
+    """Width of the vector that modulates the norms; 0 where nothing does."""
+    if self.conditioning_dim is not None:
+      return self.conditioning_dim
+    return self.model_dim if self.time_conditioning else 0
 
 
 def _require_positive_int(name, value):

@@ -41,6 +41,11 @@ _LATER_FIELDS = {
   'rope_dtype',
   'shifted',
   'attention_block',
+  'norm',
+  'mlp',
+  'head_bias',
+  'conditioning_dim',
+  'time_input',
 }
 _ARCHITECTURE = 'mdlm_jax'
 DTYPES = ('float32', 'bfloat16')

@@ -1,10 +1,10 @@
 """What a transformer is made of, as Flax NNX modules.
 
-RMSNorm before each branch (Zhang and Sennrich, 2019), rotary positions (Su et
-al., 2021), SwiGLU (Shazeer, 2020), optionally grouped key/value heads (Ainslie
-et al., 2023) and adaptive norms driven by the noise level (Peebles and Xie,
-2023). Biases, norms of queries and keys, and scales of embeddings and logits
-are those in which published models differ; `families` says which has what.
+A norm before each branch, rotary positions (Su et al., 2021), an MLP, optionally
+grouped key/value heads (Ainslie et al., 2023) and norms and branches modulated
+by the noise level (Peebles and Xie, 2023). The kind of norm and MLP, biases,
+norms of queries and keys, and scales of embeddings and logits are those in
+which published models differ; `families` says which has what.
 """
 
 import functools
@@ -14,10 +14,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from mdlm_jax import schedules
 from mdlm_jax.models.attention import rotate
 from mdlm_jax.models.config import TransformerConfig
 
-_TIME_FREQUENCIES = 64
+_NUM_WAVES = 128
 # Spread of a fresh network's logits: small, so that it starts near the uniform
 # distribution over the vocabulary.
 _LOGIT_STD = 0.25
@@ -26,23 +27,39 @@ _LOGIT_STD = 0.25
 _MOST_ONE_HOT_ROWS = 512
 
 
-def time_features(t: Float[Array, 'B']) -> Float[Array, 'B F']:
-  """Cosines and sines of 1000 t 10,000^(-i/64) for i < 64.
+def waves(levels: Float[Array, '*S']) -> Float[Array, '*S F']:
+  """Cosines, then sines, of level * 10,000^(-i/128) for i < 128.
 
   Args:
-    t: noise level. Shape `[B]`.
+    levels: any shape.
 
   Returns:
-    float32. Shape `[B, 128]`.
+    float32. Shape `[..., 256]`.
   """
-  exponents = jnp.arange(_TIME_FREQUENCIES) / _TIME_FREQUENCIES
-  frequencies = 10_000.0 ** -exponents[None]
-  angles = 1000.0 * t[:, None].astype(jnp.float32) * frequencies
+  frequencies = 10_000.0 ** -(jnp.arange(_NUM_WAVES) / _NUM_WAVES)
+  angles = levels[..., None].astype(jnp.float32) * frequencies
   return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
 
 
+def level_of(
+  t: Float[Array, '*S'], config: TransformerConfig
+) -> Float[Array, '*S']:
+  """What the network reads of t: 0, 1000 t, or sigma = -log alpha(t)."""
+  t = t.astype(jnp.float32)
+  if not config.time_conditioning:
+    return jnp.zeros_like(t)
+  if config.time_input == 'sigma':
+    return -jnp.log1p(-schedules.log_linear().masked(t))
+  return 1000 * t
+
+
+def modulate(x, shift, scale):
+  """x (1 + scale) + shift."""
+  return x * (1 + scale) + shift
+
+
 class Block(nnx.Module):
-  """Attention, then SwiGLU, each normed before and added to the stream."""
+  """Attention, then an MLP, each normed before and added to the stream."""
 
   def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
     self.config = config
@@ -67,34 +84,34 @@ class Block(nnx.Module):
       )
     self.attention_out = linear(q_dim, dim, scale=branch_scale)
     self.mlp_norm = _norm(config, rngs, dim)
-    self.gate = linear(dim, mlp_dim)
-    self.up = linear(dim, mlp_dim)
-    self.mlp_out = linear(mlp_dim, dim, scale=branch_scale)
-    if config.time_conditioning:
-      # Zero: a fresh network is the unconditional one.
-      self.modulation = linear(dim, 6 * dim, scale=0.0)
+    gelu = config.mlp == 'gelu'
+    if not gelu:
+      self.gate = linear(dim, mlp_dim)
+    self.up = linear(dim, mlp_dim, bias=gelu)
+    self.mlp_out = linear(mlp_dim, dim, scale=branch_scale, bias=gelu)
+    if config.modulation_width:
+      self.modulation = _modulator(config, rngs, (0, 0, 1, 0, 0, 1))
 
-  def __call__(self, x, stored, *, time_embedding, cos, sin, attend):
+  def __call__(self, x, stored, *, conditioning, cos, sin, attend):
     """The stream after the block, and the keys and values to be stored.
 
     `attend(q, k, v, stored) -> (mixed, stored)` says who sees whom.
     """
     shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = self._modulation(
-      time_embedding
+      conditioning
     )
-    q, k, v = self._project(
-      self.attention_norm(x) * (1 + scale) + shift, cos, sin
-    )
+    branch = modulate(self.attention_norm(x), shift, scale)
+    q, k, v = self._project(branch, cos, sin)
     mixed, stored = attend(q, k, v, stored)
-    x += (1 + gate) * self.attention_out(mixed.reshape(*x.shape[:2], -1))
-    branch = self.mlp_norm(x) * (1 + mlp_scale) + mlp_shift
-    return x + (1 + mlp_gate) * self._mlp(branch), stored
+    x += gate * self.attention_out(mixed.reshape(*x.shape[:2], -1))
+    branch = modulate(self.mlp_norm(x), mlp_shift, mlp_scale)
+    return x + mlp_gate * self._mlp(branch), stored
 
-  def _modulation(self, time_embedding):
-    """Shift, scale and gate of both branches, each [B, 1, d]; 0 without t."""
-    if not self.config.time_conditioning:
-      return [0.0] * 6
-    return jnp.split(self.modulation(time_embedding)[:, None], 6, axis=-1)
+  def _modulation(self, conditioning):
+    """Shift, scale and gate of both branches, each [B, 1 or W, d]."""
+    if conditioning is None:
+      return 0, 0, 1, 0, 0, 1
+    return jnp.split(self.modulation(conditioning), 6, axis=-1)
 
   def _project(self, x, cos, sin):
     """Queries, keys and values by head, the first two rotated."""
@@ -111,6 +128,8 @@ class Block(nnx.Module):
     return rotate(q, cos, sin), rotate(k, cos, sin), v
 
   def _mlp(self, x):
+    if self.config.mlp == 'gelu':
+      return self.mlp_out(jax.nn.gelu(self.up(x), approximate=True))
     return self.mlp_out(jax.nn.silu(self.gate(x)) * self.up(x))
 
 
@@ -128,9 +147,13 @@ class Outer(nnx.Module):
     self.norm = _norm(config, rngs, dim)
     if not config.tied_head:
       self.head = nnx.Param(table_init(rngs.params(), (config.vocab_size, dim)))
-    if config.time_conditioning:
-      self.time_in = linear(2 * _TIME_FREQUENCIES, dim)
-      self.time_out = linear(dim, dim)
+    if config.head_bias:
+      self.head_bias = nnx.Param(jnp.zeros(config.vocab_size))
+    width = config.modulation_width
+    if width:
+      self.time_in = linear(2 * _NUM_WAVES, width, bias=True)
+      self.time_out = linear(width, width, bias=True)
+      self.modulation = _modulator(config, rngs, (0, 0))
 
   def embed(self, ids):
     table = self.embedding[...]
@@ -145,11 +168,18 @@ class Outer(nnx.Module):
     return (rows * scale).astype(self.config.dtype)
 
   def embed_time(self, t):
-    """What drives every block's modulation, [B, d]; None without time."""
-    if not self.config.time_conditioning:
+    """What modulates norms and branches, `[B, W]` to `[B, W, c]`, or None."""
+    if not self.config.modulation_width:
       return None
-    hidden = jax.nn.silu(self.time_in(time_features(t)))
-    return jax.nn.silu(self.time_out(hidden))
+    features = waves(level_of(t, self.config))
+    return jax.nn.silu(self.time_out(jax.nn.silu(self.time_in(features))))
+
+  def last_norm(self, hidden, conditioning):
+    """The hidden states as the head reads them."""
+    if conditioning is None:
+      return self.norm(hidden)
+    shift, scale = jnp.split(self.modulation(conditioning), 2, axis=-1)
+    return modulate(self.norm(hidden), shift, scale)
 
   def logits(self, hidden):
     table = self.embedding if self.config.tied_head else self.head
@@ -161,12 +191,37 @@ class Outer(nnx.Module):
     )
     if self.config.logit_scale != 1:  # One pass over the logits less.
       logits *= self.config.logit_scale
+    if self.config.head_bias:
+      logits += self.head_bias[...]
     return logits
 
 
 def _norm(config, rngs, dim):
-  return nnx.RMSNorm(
-    dim, epsilon=config.norm_eps, dtype=config.dtype, rngs=rngs
+  kind = nnx.RMSNorm
+  if config.norm == 'layer':
+    kind = functools.partial(
+      nnx.LayerNorm, use_bias=False, use_fast_variance=False
+    )
+  return kind(dim, epsilon=config.norm_eps, dtype=config.dtype, rngs=rngs)
+
+
+def _modulator(config, rngs, values):
+  """Vectors that steer the stream; fresh ones have the values, whatever t is.
+
+  So a fresh network is the unconditional one.
+  """
+
+  def bias(key, shape, dtype):
+    del key
+    return jnp.repeat(jnp.asarray(values, dtype), shape[0] // len(values))
+
+  return nnx.Linear(
+    config.modulation_width,
+    len(values) * config.model_dim,
+    kernel_init=nnx.initializers.zeros,
+    bias_init=bias,
+    dtype=config.dtype,
+    rngs=rngs,
   )
 
 

@@ -67,8 +67,9 @@ def denoiser(config: TransformerConfig) -> predict.Denoiser:
 
   Its cache holds the keys and values of every slot at every layer, exact for a
   network that attends by blocks as long as a stored slot sees what it saw. It
-  ignores `step`, and `t` unless `config.time_conditioning`. Hidden states are
-  normed, in the compute dtype; logits are float32.
+  ignores `step`, and `t` unless `config.time_conditioning`; `t` may also have
+  shape `[B, L]`, a level for each slot. Hidden states are normed, in the
+  compute dtype; logits are float32.
 
   `features` raises ValueError for a sequence longer than `config.max_length`
   and AssertionError for shapes that disagree.
@@ -113,7 +114,9 @@ def _features(
   del step
   chex.assert_rank(ids, 2)
   chex.assert_equal_shape([ids, valid, positions])
-  chex.assert_shape(t, ids.shape[:1])
+  if t.ndim == 1:
+    t = t[:, None]
+  chex.assert_shape(t, (ids.shape[0], {1, ids.shape[1]}))
   if segments is not None:
     chex.assert_equal_shape([ids, segments])
   if ids.shape[1] > config.max_length:
@@ -128,21 +131,23 @@ def _features(
   if computed is None:
     attend = functools.partial(attend_all, mask)
   else:
-    ids, positions, mask = (
-      slots_of(x, computed) for x in (ids, positions, mask)
+    ids, positions, mask, t = (
+      slots_of(x, computed) for x in (ids, positions, mask, t)
     )
     attend = functools.partial(attend_stored, mask, computed)
   outer = _outer(config, params)
+  conditioning = outer.embed_time(t)
   hidden, cache = _run(
-    config, params, outer.embed(ids), cache, outer.embed_time(t), positions,
-    attend,
-  )  # fmt: skip
+    config, params, outer.embed(ids), cache, conditioning, positions, attend
+  )
   if computed is None and at is not None:
     hidden = slots_of(hidden, at)
-  return outer.norm(hidden), cache
+    if conditioning is not None:
+      conditioning = slots_of(conditioning, at)
+  return outer.last_norm(hidden, conditioning), cache
 
 
-def _run(config, params, hidden, cache, time_embedding, positions, attend):
+def _run(config, params, hidden, cache, conditioning, positions, attend):
   """The stream after all blocks, and what they stored."""
   angles = rotary_angles(positions, config.head_dim, config.rope_base)
   cos, sin = (
@@ -156,7 +161,7 @@ def _run(config, params, hidden, cache, time_embedding, positions, attend):
       return nnx.merge(graph, block_params)(
         x,
         stored,
-        time_embedding=time_embedding,
+        conditioning=conditioning,
         cos=cos,
         sin=sin,
         attend=attend,
