@@ -1,122 +1,187 @@
 """What samples are worth as text: numbers beside those of real text.
 
-No number alone says it: repetitive text needs few bits under any model of
-characters, so the entropy of the samples stands beside their bits.
+No number alone says it. Repetitive text is likely under every language model,
+so what a model needs for the samples is never given without their entropy,
+their distinct n-grams and their repetition (docs/sample_quality.md).
 """
 
+import collections
 import math
-import pathlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Array, Key
+from jaxtyping import Float, Int
 
-from mdlm_jax import canvas, data, ngrams, sampling
-from mdlm_jax.blocks import blocks_of
-from mdlm_jax.models import directory
-from mdlm_jax.predict import Denoiser
-from mdlm_jax.tokenizer import Tokenizer
+from mdlm_jax import ngrams
+from mdlm_jax.judge import Judgement
+from mdlm_jax.samples import Samples
 
-ORDER = 3
-BEGINNING = 8000  # Characters of each held-out text that are shipped.
 # Each name with its title in a table and in a plot.
 MEASURES = {
   'bits_per_character': ('bits/char', 'bits per character, order-3 model'),
-  'entropy': ('entropy', 'entropy of the characters, bits'),
-  'repetition': ('repetition', 'share of repeated 4-grams'),
+  'entropy': ('entropy', 'entropy of the tokens, nats'),
+  'repetition': ('repetition', 'share of repeated word 4-grams'),
+  'distinct_2': ('distinct-2', 'share of distinct word pairs'),
 }
+_DISTINCT = (1, 2, 3)
 
 
-class Reference(NamedTuple):
-  """What samples are measured by: the model of one text, and another text."""
+class Estimate(NamedTuple):
+  """A number and its standard error over the choice of the texts."""
 
-  model: ngrams.NgramModel
-  held_out: str
-
-
-def read_reference(path: pathlib.Path) -> Reference:
-  """The reference of the model in a directory.
-
-  A shipped model has the order-3 counts of its training text (ngrams.npz) and
-  the beginnings of its held-out texts (heldout.txt) beside it; for another one
-  both come from the corpus that its training.json names.
-
-  Raises:
-    OSError: the corpus cannot be read.
-    ValueError: the directory does not say what the model was trained on.
-  """
-  if (path / 'ngrams.npz').exists():
-    held_out = (path / 'heldout.txt').read_text('utf-8')
-    return Reference(ngrams.load(path / 'ngrams.npz'), held_out)
-  corpus = read_corpus(path)
-  return Reference(
-    fit(corpus), '\n\n'.join(document.text for document in corpus.validation)
-  )
+  value: float
+  error: float
 
 
-def write_reference(path: pathlib.Path, output: pathlib.Path) -> None:
-  """Writes what `read_reference` finds beside a shipped model."""
-  corpus = read_corpus(path)
-  ngrams.save(fit(corpus), output / 'ngrams.npz')
-  beginnings = [text[:BEGINNING] for _, text in corpus.validation]
-  (output / 'heldout.txt').write_text('\n\n'.join(beginnings), 'utf-8')
-
-
-def read_corpus(path: pathlib.Path) -> data.Corpus:
-  """The corpus that the model in a directory was trained on."""
-  try:
-    settings = directory.read_history(path)['config']['data']
-  except (KeyError, TypeError):
-    raise ValueError(
-      f'{path} does not say what its model was trained on'
-    ) from None
-  return data.corpus_of(settings)
-
-
-def fit(corpus: data.Corpus) -> ngrams.NgramModel:
-  """The order-3 model of the training text."""
-  return ngrams.fit([document.text for document in corpus.training], ORDER)
-
-
-def measure(texts: Sequence[str], model: ngrams.NgramModel) -> dict:
-  """Each of `MEASURES` as a mean over the texts, and distinct word pairs.
+def measure(
+  samples: Samples,
+  *,
+  model: ngrams.NgramModel | None = None,
+  judgement: Judgement | None = None,
+) -> dict[str, float]:
+  """All measures of some samples, each `NAME` with a `NAME_error`.
 
   Args:
-    texts: at least two.
-    model: a model of the characters of real text.
+    samples: at least two.
+    model: a model of the characters of real text, if any.
+    judgement: what a judge says of the texts (`judge`), if anything.
 
   Returns:
-    `NAME`, and `NAME_error`, its standard error; `distinct_2`, the share of
-    distinct word pairs over all texts together.
+    Of the sampler's tokens:
+
+    `entropy`: of a text's own unigram distribution in nats, mean of the texts.
+    `pooled_entropy`: that of all texts together, which is low also where the
+      texts are alike. Both are of counted frequencies, so at most the log of
+      the number of tokens counted.
+
+    Of the words, what stands between spaces:
+
+    `distinct_N`: distinct N-grams over all N-grams, N = 1, 2, 3, of all texts
+      together (Li et al. 2016); it falls with the amount of text.
+    `repetition`: share of a text's 4-grams that it had before (Welleck et al.
+      2020), mean of the texts.
+
+    With `model`: `bits_per_character`, mean of the texts. With `judgement`:
+    `judge_nats_per_token`, sum of the nats over sum of the tokens, and
+    `generative_perplexity`, its exponential.
+
+  Raises:
+    ValueError: fewer than two texts; no token that the judge counts.
   """
-  values = {
-    'bits_per_character': [ngrams.bits_per_character(model, t) for t in texts],
-    'entropy': [ngrams.entropies(text, 0)[0] for text in texts],
-    'repetition': [ngrams.repetition(text) for text in texts],
+  if len(samples.texts) < 2:
+    raise ValueError(
+      f'{len(samples.texts)} text(s) have no standard error; at least 2 are '
+      'needed'
+    )
+  words = [text.split() for text in samples.texts]
+  estimates = {
+    'entropy': mean([unigram_entropy(ids) for ids in samples.tokens]),
+    'pooled_entropy': pooled_entropy(samples.tokens),
+    **{f'distinct_{n}': distinct(words, n) for n in _DISTINCT},
+    # NaN of a text without any 4-gram: it repeats none.
+    'repetition': mean(
+      np.nan_to_num([ngrams.repetition(text) for text in words]).tolist()
+    ),
   }
-  numbers = {}
-  for name, numbers_per_text in values.items():
-    numbers[name] = float(np.mean(numbers_per_text))
-    spread = float(np.std(numbers_per_text, ddof=1))
-    numbers[f'{name}_error'] = spread / math.sqrt(len(texts))
-  numbers['distinct_2'] = ngrams.distinct([t.split() for t in texts], 2)
-  return numbers
+  if model is not None:
+    bits = [ngrams.bits_per_character(model, text) for text in samples.texts]
+    estimates['bits_per_character'] = mean(bits)
+  if judgement is not None:
+    nats = ratio(judgement.nats, judgement.tokens)
+    perplexity = math.exp(nats.value)
+    estimates['judge_nats_per_token'] = nats
+    estimates['generative_perplexity'] = Estimate(
+      perplexity, perplexity * nats.error
+    )
+  return {
+    f'{name}{suffix}': value
+    for name, estimate in estimates.items()
+    for suffix, value in zip(('', '_error'), estimate, strict=True)
+  }
 
 
-def measure_real(
-  reference: Reference, texts: Sequence[str], count: int
-) -> dict:
-  """`measure` of real text in pieces as long as the texts are on average."""
-  size = round(float(np.mean([len(text) for text in texts])))
-  pieces = real_texts(reference.held_out, size, count)
-  return measure(pieces, reference.model)
+def unigram_entropy(ids: Int[np.ndarray, 'n']) -> float:
+  """-sum p log p of the frequencies of a text's tokens, in nats.
+
+  Example:
+    >>> round(unigram_entropy(np.array([3, 3, 7, 7])), 4)
+    0.6931
+  """
+  if not len(ids):
+    return 0.0
+  _, counts = np.unique(ids, return_counts=True)
+  share = counts / counts.sum()
+  return float(-np.sum(share * np.log(share)))
 
 
-def real_texts(held_out: str, size: int, count: int) -> list[str]:
-  """Up to `count` pieces of `size` characters, evenly spread over the text."""
-  starts = np.linspace(0, max(len(held_out) - size, 0), count).astype(int)
-  return [held_out[start : start + size] for start in starts]
+def pooled_entropy(tokens: Sequence[Int[np.ndarray, '...']]) -> Estimate:
+  """`unigram_entropy` of all texts together.
+
+  It is the mean of -log p over all tokens; that p is counted on them does not
+  change the error in first order.
+  """
+  _, token, counts = np.unique(
+    np.concatenate(tokens), return_inverse=True, return_counts=True
+  )
+  if not len(token):
+    return Estimate(0.0, 0.0)
+  surprise = -np.log(counts / counts.sum())[token]
+  sizes = np.array([len(ids) for ids in tokens])
+  text = np.repeat(np.arange(len(tokens)), sizes)
+  return ratio(np.bincount(text, surprise, minlength=len(tokens)), sizes)
+
+
+def distinct(texts: Sequence[Sequence[str]], n: int) -> Estimate:
+  """`ngrams.distinct`, its error by leaving out each of the texts in turn.
+
+  Without a text its n-grams are gone, but those that another one has too are
+  still there: error^2 = (N - 1) / N * sum of the squared distances from their
+  mean (Tukey's jackknife).
+  """
+  counts = [
+    collections.Counter(zip(*(text[i:] for i in range(n)), strict=False))
+    for text in texts
+  ]
+  total = sum(counts, collections.Counter())
+  size = total.total()
+  left_out = [
+    (len(total) - sum(total[x] == k for x, k in own.items()))
+    / max(size - own.total(), 1)
+    for own in counts
+  ]
+  spread = np.std(left_out) * math.sqrt(len(texts) - 1)
+  return Estimate(len(total) / size if size else 0.0, float(spread))
+
+
+def mean(values: Sequence[float]) -> Estimate:
+  """Mean of numbers, one a text."""
+  error = np.std(values, ddof=1) / math.sqrt(len(values))
+  return Estimate(float(np.mean(values)), float(error))
+
+
+def ratio(
+  sums: Float[np.ndarray, 'N'], counts: Int[np.ndarray, 'N']
+) -> Estimate:
+  """Sum over count of all texts, not the mean of their ratios.
+
+  error^2 = N / (N - 1) * sum_i (s_i - r c_i)^2 / (sum_i c_i)^2, the linearised
+  error of a ratio r.
+
+  Raises:
+    ValueError: all counts are 0.
+
+  Example:
+    >>> ratio(np.array([200.0, 40.0]), np.array([100, 10])).value  # Not 3.
+    2.1818181818181817
+  """
+  total = int(np.sum(counts))
+  if not total:
+    raise ValueError('the texts have no token to be judged by')
+  value = float(np.sum(sums)) / total
+  squares = float(np.sum((sums - value * counts) ** 2))
+  factor = len(sums) / (len(sums) - 1)
+  return Estimate(value, math.sqrt(factor * squares) / total)
 
 
 def titles(columns: dict[str, tuple[str, str]]) -> str:
@@ -137,37 +202,3 @@ def cells(row: dict, columns: dict[str, tuple[str, str]]) -> str:
     else ' ' * 18
     for name in columns
   )
-
-
-def sample_texts(
-  denoiser: Denoiser,
-  params: Any,
-  key: Key[Array, ''],
-  tokenizer: Tokenizer,
-  *,
-  num_samples: int,
-  length: int,
-  block_length: int | None = None,
-  **options,
-) -> tuple[list[str], sampling.SampleResult]:
-  """Samples from nothing, as text.
-
-  Args:
-    denoiser: the network.
-    params: its parameters.
-    key: consumed.
-    tokenizer: ids to text.
-    num_samples: how many.
-    length: tokens of each.
-    block_length: decodes in blocks of so many tokens.
-    **options: of `sampling.sample`, its rule among them.
-
-  Returns:
-    The texts, and what the sampler returned.
-  """
-  vocab = tokenizer.vocab
-  rows = canvas.from_prompts([[]] * num_samples, length, vocab)
-  if block_length is not None:
-    options['blocks'] = blocks_of(rows, block_length)
-  result = sampling.sample(denoiser, params, key, rows, vocab=vocab, **options)
-  return [tokenizer.decode(ids) for ids in np.asarray(result.ids)], result

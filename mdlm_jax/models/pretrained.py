@@ -1,6 +1,6 @@
 """What a model directory of any layout is read into."""
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from jaxtyping import Int
 from numpy import ndarray
@@ -10,6 +10,7 @@ from mdlm_jax.models import transformer
 from mdlm_jax.vocab import Vocab
 
 
+@runtime_checkable
 class TextCodec(Protocol):
   """Text to ids and back, see `mdlm_jax.tokenizer.Tokenizer`."""
 

@@ -11,7 +11,7 @@ apart, with the calls that a row needed on average.
 
 Bits per character of the samples under an order-3 character model of the
 training text, and beside it, since repetitive text needs few bits, the entropy
-of the characters, the share of 4-grams that a sample repeats and that of
+of the tokens, the share of word 4-grams that a sample repeats and that of
 distinct word pairs over all samples, as in step_count.py; real held-out text is
 the line to compare with. Means over samples, with their standard error.
 
@@ -31,7 +31,9 @@ from mdlm_jax import (
   command_line,
   draws,
   evaluation,
+  reference,
   rules,
+  samples,
   schedules,
   text_quality,
 )
@@ -166,7 +168,7 @@ def cases(length: int, schedule: schedules.Schedule) -> list[Case]:
   ]
 
 
-def run(model, reference: text_quality.Reference, length: int) -> list[dict]:
+def run(model, compared: reference.Reference, length: int) -> list[dict]:
   """One dictionary per case; the last is real text."""
   chosen = [
     case
@@ -175,7 +177,7 @@ def run(model, reference: text_quality.Reference, length: int) -> list[dict]:
   ]
   rows, all_texts = [], []
   for case in tqdm.tqdm(chosen, unit='decoder', dynamic_ncols=True):
-    texts, result = text_quality.sample_texts(
+    written, result = samples.from_model(
       model.denoiser,
       model.params,
       jax.random.key(_SEED.value),
@@ -187,23 +189,26 @@ def run(model, reference: text_quality.Reference, length: int) -> list[dict]:
       draw=case.draw,
       schedule=model.schedule,
     )
-    all_texts += texts
+    all_texts += written.texts
     rows.append(
       {
         'axis': case.axis,
         'name': case.name,
         'calls': float(result.calls_per_row.mean()),
-        **text_quality.measure(texts, reference.model),
+        **text_quality.measure(written, model=compared.model),
       }
     )
-  numbers = text_quality.measure_real(reference, all_texts, _NUM_SAMPLES.value)
+  real = samples.real(
+    compared.held_out, model.tokenizer, all_texts, _NUM_SAMPLES.value
+  )
+  numbers = text_quality.measure(real, model=compared.model)
   return [*rows, {'axis': 'real text', 'name': '', 'calls': 0.0, **numbers}]
 
 
 def table(rows: Sequence[dict]) -> str:
   """The numbers as text, a paragraph per axis."""
   titles = text_quality.titles(MEASURES)
-  lines = [f'{"axis":10s}  {"decoder":17s} {"calls":>5s}{titles}  distinct-2']
+  lines = [f'{"axis":10s}  {"decoder":17s} {"calls":>5s}{titles}']
   axis = None
   for row in rows:
     if row['axis'] != axis:
@@ -211,10 +216,7 @@ def table(rows: Sequence[dict]) -> str:
       lines.append('')
     numbers = text_quality.cells(row, MEASURES)
     calls = f'{row["calls"]:.1f}' if row['calls'] else ''
-    lines.append(
-      f'{axis:10s}  {row["name"]:17s} {calls:>5s}{numbers}  '
-      f'{row["distinct_2"]:10.3f}'
-    )
+    lines.append(f'{axis:10s}  {row["name"]:17s} {calls:>5s}{numbers}')
   return '\n'.join(lines)
 
 
@@ -224,7 +226,7 @@ def plot(rows: Sequence[dict], path: str) -> None:
   *points, real = rows
   points = points[::-1]
   figure, all_axes = pyplot.subplots(
-    1, len(MEASURES), figsize=(12, 1 + 0.2 * len(points)), sharey=True
+    1, len(MEASURES), figsize=(16, 1 + 0.2 * len(points)), sharey=True
   )
   y = np.arange(len(points))
   axis_names = list(dict.fromkeys(row['axis'] for row in rows))
@@ -269,7 +271,7 @@ def main(argv):
       f'--length={length} is more than the length {model.config.max_length} '
       'of the model'
     )
-  rows = run(model, text_quality.read_reference(path), length)
+  rows = run(model, reference.read(path), length)
   print(f'{_NUM_SAMPLES.value} samples of {length} tokens per line\n')
   print(table(rows))
   command_line.write_json(

@@ -26,7 +26,7 @@ from mdlm_jax import (
   command_line,
   evaluation,
   likelihood,
-  text_quality,
+  reference,
 )
 from mdlm_jax.models import directory
 
@@ -78,7 +78,7 @@ def estimators(
 def texts(model, path: pathlib.Path, length: int, count: int) -> np.ndarray:
   """Pieces of the held-out text, evenly spread. int32, shape `[N, L]`."""
   ids = np.asarray(
-    model.tokenizer.encode(text_quality.read_reference(path).held_out),
+    model.tokenizer.encode(reference.held_out(path)),
     np.int32,
   )
   if len(ids) < length:

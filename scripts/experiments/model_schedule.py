@@ -14,8 +14,8 @@ two ways:
   every noise level gives the bound of all schedules, on the same text and
   masks: the differences are sharp;
 * samples, as in step_count.py: bits per character under an order-3 character
-  model of the training text, and beside it the entropy of the characters and
-  the share of repeated 4-grams, since repetitive text needs few bits.
+  model of the training text, and beside it the entropy of the tokens and the
+  share of repeated word 4-grams, since repetitive text needs few bits.
 
 Means over windows and samples, with their standard error.
 
@@ -42,7 +42,9 @@ from mdlm_jax import (
   command_line,
   draws,
   evaluation,
+  reference,
   rules,
+  samples,
   schedules,
   text_quality,
 )
@@ -219,13 +221,13 @@ def bound_excess(
   return {'bound_excess': float(ratio), 'bound_excess_error': float(error)}
 
 
-def run(large, small, reference, length: int, num_steps: int) -> list[dict]:
+def run(large, small, compared, length: int, num_steps: int) -> list[dict]:
   """One dictionary per point; the last is real text."""
   rule = rules.kernel(schedules.uniform_grid(num_steps), large.schedule)
   draw = draws.categorical(temperature=_TEMPERATURE.value)
   costs = operations(large.config, length), operations(small.config, length)
   windows, window_sizes = held_out_windows(
-    reference.held_out, large.tokenizer, length, _NUM_WINDOWS.value
+    compared.held_out, large.tokenizer, length, _NUM_WINDOWS.value
   )
   bits = np.stack(
     [
@@ -239,7 +241,7 @@ def run(large, small, reference, length: int, num_steps: int) -> list[dict]:
   ):
     parts = segments(place, num_small, num_steps)
     models = [small if is_small else large for is_small in parts.small]
-    texts, _ = text_quality.sample_texts(
+    written, _ = samples.from_model(
       by_step([model.denoiser for model in models], parts.starts),
       tuple(model.params for model in models),
       jax.random.key(_SEED.value),
@@ -249,7 +251,7 @@ def run(large, small, reference, length: int, num_steps: int) -> list[dict]:
       rule=rule,
       draw=draw,
     )
-    all_texts += texts
+    all_texts += written.texts
     by_small = small_calls(parts, num_steps)
     cost = (num_steps - by_small) * costs[0] + by_small * costs[1]
     rows.append(
@@ -258,10 +260,13 @@ def run(large, small, reference, length: int, num_steps: int) -> list[dict]:
         'small_calls': by_small,
         'operations_per_sample': cost,
         **bound_excess(bits, window_sizes, parts),
-        **text_quality.measure(texts, reference.model),
+        **text_quality.measure(written, model=compared.model),
       }
     )
-  numbers = text_quality.measure_real(reference, all_texts, _NUM_SAMPLES.value)
+  real = samples.real(
+    compared.held_out, large.tokenizer, all_texts, _NUM_SAMPLES.value
+  )
+  numbers = text_quality.measure(real, model=compared.model)
   return [
     *rows,
     {
@@ -276,25 +281,20 @@ def run(large, small, reference, length: int, num_steps: int) -> list[dict]:
 def table(rows: Sequence[dict]) -> str:
   """The numbers as text."""
   titles = text_quality.titles(COLUMNS)
-  lines = [
-    f'{"small model":11s} {"calls":>5s} {"GFLOP":>7s}{titles}  distinct-2'
-  ]
+  lines = [f'{"small model":11s} {"calls":>5s} {"GFLOP":>7s}{titles}']
   for row in rows:
     numbers = text_quality.cells(row, COLUMNS)
     cost = row['operations_per_sample']
     calls = '' if cost is None else row['small_calls']
     giga = '' if cost is None else f'{cost / 1e9:.2f}'
-    lines.append(
-      f'{row["small_model"]:11s} {calls:>5} {giga:>7}{numbers}'
-      f'  {row["distinct_2"]:10.3f}'
-    )
+    lines.append(f'{row["small_model"]:11s} {calls:>5} {giga:>7}{numbers}')
   return '\n'.join(lines)
 
 
 def plot(rows: Sequence[dict], path: str) -> None:
   """Each measure against arithmetic, a line per place of the small model."""
   pyplot = command_line.pyplot()
-  figure, all_axes = pyplot.subplots(1, len(COLUMNS), figsize=(15, 3.6))
+  figure, all_axes = pyplot.subplots(1, len(COLUMNS), figsize=(19, 3.6))
   *some, real = rows
   for axes, (name, (_, title)) in zip(all_axes, COLUMNS.items(), strict=True):
     for shift, place in enumerate(PLACES):
@@ -345,13 +345,13 @@ def main(argv):
     _DEFAULT_LENGTH, large.config.max_length, small.config.max_length
   )
   check_pair(large, small, length)
-  reference = text_quality.read_reference(path)
-  rows = run(large, small, reference, length, _STEPS.value)
+  compared = reference.read(path)
+  rows = run(large, small, compared, length, _STEPS.value)
   print(
     f'{_NUM_SAMPLES.value} samples of {length} tokens in {_STEPS.value} calls '
     f'per point, temperature {_TEMPERATURE.value:g}; calls of the small model, '
     '10^9 operations per sample; bound on held-out text above the large model '
-    'alone, bits per character; order-3 bits per character, entropy in bits, '
+    'alone, bits per character; order-3 bits per character, entropy in nats, '
     'repeated 4-grams, distinct word pairs\n'
   )
   print(table(rows))

@@ -5,8 +5,8 @@
 For 1, 2, 4, ... calls, by the reverse kernel and by confidence: bits per
 character of the samples under an order-3 character model of the training text
 (Witten-Bell smoothing, see `mdlm_jax.ngrams`), and beside it, since repetitive
-text needs few bits, the entropy of the characters, the share of distinct word
-pairs over all samples, and the share of 4-grams that a sample repeats. Real
+text needs few bits, the entropy of the tokens, the share of distinct word pairs
+over all samples, and the share of word 4-grams that a sample repeats. Real
 held-out text in pieces of the same size is the line to compare with. Means over
 samples, with their standard error.
 
@@ -29,7 +29,9 @@ from mdlm_jax import (
   command_line,
   draws,
   evaluation,
+  reference,
   rules,
+  samples,
   schedules,
   text_quality,
 )
@@ -69,7 +71,7 @@ def step_counts(length: int) -> list[int]:
   return [*powers, length]
 
 
-def run(model, reference: text_quality.Reference, length: int) -> list[dict]:
+def run(model, compared: reference.Reference, length: int) -> list[dict]:
   """One dictionary per rule and number of calls; the last is real text."""
   draw = draws.categorical(temperature=_TEMPERATURE.value)
   points = [
@@ -84,7 +86,7 @@ def run(model, reference: text_quality.Reference, length: int) -> list[dict]:
       rule = rules.kernel(grid, model.schedule)
     else:
       rule = rules.by_confidence(num_steps)
-    texts, _ = text_quality.sample_texts(
+    written, _ = samples.from_model(
       model.denoiser,
       model.params,
       jax.random.key(_SEED.value),
@@ -94,30 +96,31 @@ def run(model, reference: text_quality.Reference, length: int) -> list[dict]:
       rule=rule,
       draw=draw,
     )
-    all_texts += texts
-    numbers = text_quality.measure(texts, reference.model)
+    all_texts += written.texts
+    numbers = text_quality.measure(written, model=compared.model)
     rows.append({'rule': name, 'calls': num_steps, **numbers})
-  numbers = text_quality.measure_real(reference, all_texts, _NUM_SAMPLES.value)
+  real = samples.real(
+    compared.held_out, model.tokenizer, all_texts, _NUM_SAMPLES.value
+  )
+  numbers = text_quality.measure(real, model=compared.model)
   return [*rows, {'rule': 'real text', 'calls': None, **numbers}]
 
 
 def table(rows: Sequence[dict]) -> str:
   """The numbers as text."""
   titles = text_quality.titles(MEASURES)
-  lines = [f'{"rule":10s} {"calls":>5s}{titles}  distinct-2']
+  lines = [f'{"rule":10s} {"calls":>5s}{titles}']
   for row in rows:
     numbers = text_quality.cells(row, MEASURES)
     calls = row['calls'] or ''
-    lines.append(
-      f'{row["rule"]:10s} {calls:>5}{numbers}  {row["distinct_2"]:10.3f}'
-    )
+    lines.append(f'{row["rule"]:10s} {calls:>5}{numbers}')
   return '\n'.join(lines)
 
 
 def plot(rows: Sequence[dict], path: str) -> None:
   """Each measure against calls, real text as a line."""
   pyplot = command_line.pyplot()
-  figure, all_axes = pyplot.subplots(1, len(MEASURES), figsize=(12, 3.6))
+  figure, all_axes = pyplot.subplots(1, len(MEASURES), figsize=(16, 3.6))
   *points, real = rows
   for axes, (name, (_, title)) in zip(all_axes, MEASURES.items(), strict=True):
     for rule in ('kernel', 'confidence'):
@@ -143,7 +146,7 @@ def main(argv):
   command_line.check_outputs(plot=_PLOT.value, numbers=_JSON.value)
   path = directory.find(_CHECKPOINT.value)
   if _WRITE_REFERENCE.value:
-    text_quality.write_reference(path, pathlib.Path(_WRITE_REFERENCE.value))
+    reference.write(path, pathlib.Path(_WRITE_REFERENCE.value))
     return
   model = directory.load(path)
   length = _LENGTH.value or min(_DEFAULT_LENGTH, model.config.max_length)
@@ -152,11 +155,11 @@ def main(argv):
       f'--length={length} is more than the length {model.config.max_length} '
       'of the model'
     )
-  rows = run(model, text_quality.read_reference(path), length)
+  rows = run(model, reference.read(path), length)
   print(
     f'{_NUM_SAMPLES.value} samples of {length} tokens per point, temperature '
     f'{_TEMPERATURE.value:g}; order-3 bits '
-    'per character, entropy in bits, repeated 4-grams, distinct word pairs\n'
+    'per character, entropy in nats, repeated 4-grams, distinct word pairs\n'
   )
   print(table(rows))
   command_line.write_json(
