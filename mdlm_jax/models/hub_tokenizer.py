@@ -73,7 +73,24 @@ def read_files(directory: str | os.PathLike) -> TokenizerFiles:
       backend = tokenizers.Tokenizer.from_str(path.read_text('utf-8'))
     except Exception as error:  # The library raises nothing more specific.
       raise ValueError(f'{path} is no tokenizer: {error}') from None
+    _add_tokens(backend, listed, added)
   return TokenizerFiles(backend, special, added)
+
+
+def _add_tokens(backend, listed, added):
+  """Adds tokens that only tokenizer_config.json lists."""
+  flags = 'special', 'normalized', 'lstrip', 'rstrip', 'single_word'
+  for text, i in sorted(added.items(), key=lambda item: item[1]):
+    if backend.token_to_id(text) is not None:
+      continue
+    settings = {k: v for k, v in listed[str(i)].items() if k in flags}
+    backend.add_tokens([tokenizers.AddedToken(text, **settings)])
+    found = backend.token_to_id(text)
+    if found != i:
+      raise ValueError(
+        f'tokenizer_config.json gives {text} the id {i}; as the next token '
+        f'after those of tokenizer.json it would be {found}'
+      )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
