@@ -1,10 +1,10 @@
 """What a transformer is made of, as Flax NNX modules.
 
-A norm before each branch, rotary positions (Su et al., 2021), an MLP, optionally
-grouped key/value heads (Ainslie et al., 2023) and norms and branches modulated
-by the noise level (Peebles and Xie, 2023). The kind of norm and MLP, biases,
-norms of queries and keys, and scales of embeddings and logits are those in
-which published models differ; `families` says which has what.
+A norm before each branch, rotary positions (Su et al., 2021), an MLP; grouped
+key/value heads (Ainslie et al., 2023), and norms and branches modulated by the
+noise level (Peebles and Xie, 2023), where asked for. The kind of norm and MLP,
+biases, norms of queries and keys, and scales of embeddings and logits are those
+in which published models differ; `families` says which has what.
 """
 
 import functools

@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mdlm_jax import schedules
 from mdlm_jax.models import (
   families,
   hub_tokenizer,
@@ -49,8 +48,7 @@ def load(
       that of the files, float32 where they hold anything wider than bfloat16.
 
   Returns:
-    The model. Its history is empty, its schedule the linear one, under which
-    all of these families were trained.
+    The model. Its history is empty, its schedule that of its family.
 
   Raises:
     OSError: a file is missing or cannot be read.
@@ -71,7 +69,10 @@ def load(
   else:
     tokenizer = hub_tokenizer.HubTokenizer(files.backend, vocab)
   entries = shards.entries(directory)
-  dtype = dtype or shards.dtype_of(entries.values())
+  if dtype is None:
+    dtype = shards.dtype_of(
+      entry for key, entry in entries.items() if key in layout.tensors
+    )
   config = dataclasses.replace(layout.config, dtype=dtype)
   return Pretrained(
     config,
@@ -79,7 +80,7 @@ def load(
     load_params(layout, entries, dtype),
     vocab,
     tokenizer,
-    schedules.linear(),
+    layout.schedule,
     {},
   )
 
@@ -109,6 +110,7 @@ def load_params(
   leaves = param_tree.shapes(layout.config)
   _check_entries(layout, leaves, entries)
   _check_copies(layout, entries)
+  _check_buffers(layout, entries)
   arrays = {}
   used = {key: x for key, x in entries.items() if key in layout.tensors}
   for key, tensor in tensors(used):
@@ -157,6 +159,11 @@ def _check_entries(layout, leaves, entries):
     key: shape_in_file(mapping._replace(index=(0,) * len(mapping.index)))
     for key, mapping in layout.tensors.items()
   }
+  expected |= {
+    key: buffer.value.shape
+    for key, buffer in layout.buffers.items()
+    if key in entries
+  }
   known = expected.keys() | layout.copies.keys()
   problems = [f'missing {key}' for key in expected.keys() - entries.keys()]
   problems += [f'unused {key}' for key in entries.keys() - known]
@@ -182,6 +189,18 @@ def _check_copies(layout, entries):
       raise ValueError(
         f'{copy} differs from {original}, but config.json ties the two'
       )
+
+
+def _check_buffers(layout, entries):
+  present = {
+    key: entries[key]
+    for key, buffer in layout.buffers.items()
+    if buffer.read and key in entries
+  }
+  for key, tensor in shards.tensors(present):
+    value = layout.buffers[key].value
+    if not np.allclose(tensor.astype(value.dtype), value, rtol=1e-2):
+      raise ValueError(f'{key} has values other than config.json says')
 
 
 def _vocab(layout, configs, files):

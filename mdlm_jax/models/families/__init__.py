@@ -10,9 +10,11 @@ A family is a `TransformerConfig` and a table of names. Those known, by the
   SMDM                 TinyLlama layers (Nie et al., 2024); its config.json
                        holds the fields of its own configuration class and is
                        known by a name Diff_LLaMA_...
+  MDLM                 adaLN layers (Sahoo et al., 2024)
+  BD3LM                the same, attending by blocks (Arriola et al., 2025)
 
-Mixtures of experts and the adaLN transformers of MDLM and BD3-LM are not among
-them. A field that asks for something else than these layers is an error.
+Mixtures of experts are not among them. A field that asks for something else
+than these layers is an error.
 
 Causal language models, which have no MASK and can only judge samples (`judge`):
 LlamaForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM.
@@ -20,7 +22,7 @@ LlamaForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM.
 
 from typing import Any
 
-from mdlm_jax.models.families import llada, llama, qwen, smdm
+from mdlm_jax.models.families import llada, llama, mdlm, qwen, smdm
 from mdlm_jax.models.families.contract import Fields, Layout, Mapping
 
 __all__ = ['Layout', 'Mapping', 'causal_layout', 'layout']
@@ -79,6 +81,8 @@ _FAMILIES = {
   'DreamModel': qwen.dream,
   'A2DQwen3LMHeadModel': qwen.a2d_qwen3,
   'SMDM': smdm.smdm,
+  'MDLM': mdlm.mdlm,
+  'BD3LM': mdlm.bd3lm,
 }
 _CAUSAL = {
   'LlamaForCausalLM': llama.llama,
@@ -89,6 +93,8 @@ _MODEL_TYPES = {
   'llada': 'LLaDAModelLM',
   'Dream': 'DreamModel',
   'a2d-qwen3': 'A2DQwen3LMHeadModel',
+  'mdlm': 'MDLM',
+  'bd3lm': 'BD3LM',
   'llama': 'LlamaForCausalLM',
   'qwen2': 'Qwen2ForCausalLM',
   'qwen3': 'Qwen3ForCausalLM',

@@ -1,12 +1,17 @@
 """How a published layout is described: tensors of files, parameters here."""
 
 import functools
+import types
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
+from mdlm_jax import schedules
 from mdlm_jax.models.config import TransformerConfig
+
+_VOCAB_MULTIPLE = 64
 
 
 class Mapping(NamedTuple):
@@ -26,6 +31,18 @@ class Mapping(NamedTuple):
   index: tuple[int, ...] = ()
 
 
+class Buffer(NamedTuple):
+  """A tensor of the files that is no parameter; a file may lack it.
+
+  Attributes:
+    value: as config.json tells it, and as it is written.
+    read: whether the network reads it, so that another value is an error.
+  """
+
+  value: np.ndarray
+  read: bool = False
+
+
 class Layout(NamedTuple):
   """A published model, before its files are opened.
 
@@ -36,6 +53,8 @@ class Layout(NamedTuple):
     mask_id: None where only the tokenizer's files tell.
     copies: keys that a file may hold beside the key of which they are copies,
       such as the head of a model whose head is its embedding table.
+    buffers: tensors that are no parameters, by their keys.
+    schedule: the masking schedule that it was trained with.
   """
 
   config: TransformerConfig
@@ -43,6 +62,8 @@ class Layout(NamedTuple):
   num_tokens: int
   mask_id: int | None
   copies: dict[str, str]
+  buffers: dict[str, Buffer] = types.MappingProxyType({})
+  schedule: schedules.Schedule = schedules.linear()
 
 
 class Fields(dict):
@@ -100,9 +121,19 @@ def whole(leaf: str) -> Mapping:
   return Mapping((leaf,), _identity, _only)
 
 
+def transposed(leaf: str) -> Mapping:
+  """A matrix, stored [out, in] in files and [in, out] here."""
+  return Mapping((leaf,), _transposed, _only_transposed)
+
+
 def matrix(name: str) -> Mapping:
-  """A linear map, stored [out, in] in files and [in, out] here."""
-  return Mapping((f'{name}/kernel',), _transposed, _only_transposed)
+  """The matrix of a linear map."""
+  return transposed(f'{name}/kernel')
+
+
+def padded_size(rows: int) -> int:
+  """Rows of a table whose logits are reduced in blocks of one size."""
+  return -(-rows // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
 
 
 def table(leaf: str, rows: int, size: int) -> Mapping:
@@ -131,7 +162,7 @@ def _only_transposed(x):
 
 
 def _padded(size, x):
-  return (jnp.pad(x, ((0, size - len(x)), (0, 0))),)
+  return (jnp.pad(x, [(0, size - len(x))] + [(0, 0)] * (x.ndim - 1)),)
 
 
 def _first(rows, x):

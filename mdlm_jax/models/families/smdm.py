@@ -13,11 +13,10 @@ from mdlm_jax.models.families.contract import (
   inside,
   matrix,
   numbered,
+  padded_size,
   table,
   whole,
 )
-
-_VOCAB_MULTIPLE = 64
 
 
 def smdm(fields: Fields) -> Layout:
@@ -31,8 +30,7 @@ def smdm(fields: Fields) -> Layout:
   )
   # The head has a row for each id below; MASK is one more row of embeddings.
   mask_id = fields['padded_vocab_size']
-  # The reduction of the logits wants blocks of the vocabulary of one size.
-  size = -(-(mask_id + 1) // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
+  size = padded_size(mask_id + 1)
   config = TransformerConfig(
     vocab_size=size,
     num_layers=fields['n_layer'],
