@@ -442,8 +442,12 @@ def test_another_number_of_layers_is_refused(tmp_path, layers, word):
 @pytest.mark.parametrize(
   'source, changes, message',
   [
-    (LLADA, {'architectures': ['LLaDAMoEModelLM']}, 'LLaDAMoEModelLM.*known'),
-    (LLADA, {'architectures': ['GPT2LMHeadModel']}, 'DreamModel, LLaDAModelLM'),
+    (LLADA, {'architectures': ['LLaDAMoEModelLM']}, 'lacks num_hidden_layers'),
+    (
+      LLADA,
+      {'architectures': ['GPT2LMHeadModel']},
+      'GPT2.*known are A2D.*SMDM',
+    ),
     (LLADA, {'architectures': None, 'model_type': 'bert'}, "'bert'; known"),
     (LLADA, {'d_model': 'absent'}, 'lacks d_model'),
     (LLADA, {'d_model': '48'}, 'd_model|model_dim|str'),

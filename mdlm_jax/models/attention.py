@@ -6,7 +6,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 # Finite, so that a query without any visible key averages all of them instead
 # of becoming NaN; so low that exp gives exactly 0 beside any real score.
-_HIDDEN_SCORE = -1e30
+HIDDEN_SCORE = -1e30
 
 
 def attention_mask(
@@ -48,8 +48,8 @@ def attention_blocks(
 
 
 def slots_of(
-  values: Shaped[Array, 'B L *d'], slots: Int[Array, 'B W']
-) -> Shaped[Array, 'B W *d']:
+  values: Shaped[Array, 'B #L *d'], slots: Int[Array, 'B W']
+) -> Shaped[Array, 'B #W *d']:
   """What stands at the slots; a slot L, which is none, has what is last."""
   if values.shape[1] == 1:  # The same for every slot.
     return values
@@ -118,9 +118,7 @@ def attention(
   scores = jnp.einsum(
     'bqkgd,bskd->bkgqs', q, k, preferred_element_type=jnp.float32
   )
-  scores = jnp.where(
-    mask[:, None, None], scores * head_dim**-0.5, _HIDDEN_SCORE
-  )
+  scores = jnp.where(mask[:, None, None], scores * head_dim**-0.5, HIDDEN_SCORE)
   weights = jax.nn.softmax(scores).astype(v.dtype)
   mixed = jnp.einsum('bkgqs,bskd->bqkgd', weights, v)
   return mixed.reshape(batch, num_queries, num_heads, head_dim)
@@ -131,38 +129,41 @@ def rotate(
   cos: Float[Array, 'B L Half'],
   sin: Float[Array, 'B L Half'],
 ) -> Float[Array, 'B L H D']:
-  """Rotates each pair (x[i], x[i + D/2]) by its angle (Su et al., 2021).
+  """Rotates each pair (x[i], x[i + R/2]) by its angle (Su et al., 2021).
 
   Args:
-    x: queries or keys. Shape `[B, L, H, D]`, D even.
-    cos: cosines of `rotary_angles`. Shape `[B, L, D / 2]`.
-    sin: sines of `rotary_angles`. Shape `[B, L, D / 2]`.
+    x: queries or keys. Shape `[B, L, H, D]`; from channel R on they stay.
+    cos: cosines of `rotary_angles`. Shape `[B, L, R / 2]`.
+    sin: sines of `rotary_angles`. Shape `[B, L, R / 2]`.
 
   Returns:
     Shape and dtype of `x`.
   """
-  first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+  half = cos.shape[-1]
+  first, second, rest = jnp.split(
+    x.astype(jnp.float32), [half, 2 * half], axis=-1
+  )
   cos, sin = cos[:, :, None], sin[:, :, None]
   rotated = jnp.concatenate(
-    [first * cos - second * sin, second * cos + first * sin], axis=-1
+    [first * cos - second * sin, second * cos + first * sin, rest], axis=-1
   )
   return rotated.astype(x.dtype)
 
 
 def rotary_angles(
-  positions: Int[Array, 'B L'], head_dim: int, base: float
+  positions: Int[Array, 'B L'], width: int, base: float
 ) -> Float[Array, 'B L Half']:
-  """Angles position * base^(-2i/D) for i < D/2 (Su et al., 2021).
+  """Angles position * base^(-2i/R) for i < R/2 (Su et al., 2021).
 
   Args:
     positions: logical positions. Shape `[B, L]`.
-    head_dim: width D of a head, even.
+    width: number R of channels that are rotated, even.
     base: base of the wavelengths.
 
   Returns:
-    float32 radians. Shape `[B, L, D / 2]`.
+    float32 radians. Shape `[B, L, R / 2]`.
   """
-  exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
+  exponents = jnp.arange(0, width, 2, dtype=jnp.float32) / width
   return (
     positions[..., None].astype(jnp.float32) * base ** -exponents[None, None]
   )

@@ -11,6 +11,69 @@ _CHOICES = {
   'mlp': ('swiglu', 'gelu'),
   'time_input': ('t', 'sigma'),
 }
+_EXPERT_SCORES = ('softmax', 'sigmoid')
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertsConfig:
+  """A mixture of SwiGLU experts; `experts.route` says how they are chosen.
+
+  Attributes:
+    num_experts: how many there are.
+    num_chosen: how many a token passes.
+    width: hidden width of an expert.
+    shared_width: hidden width of one that every token passes; None: none.
+    score: 'softmax' over all experts, or 'sigmoid' of each.
+    selection_bias: whether a stored bias takes part in the choice.
+    num_groups: groups of equal size, neighbours.
+    num_chosen_groups: groups from which a token's experts are taken.
+    normalized: whether the weights of a token's experts sum to 1.
+    scale: factor of the weights.
+
+  Raises:
+    ValueError: for numbers that do not fit together.
+  """
+
+  num_experts: int
+  num_chosen: int
+  width: int
+  shared_width: int | None = None
+  score: str = 'softmax'
+  selection_bias: bool = False
+  num_groups: int = 1
+  num_chosen_groups: int = 1
+  normalized: bool = False
+  scale: float = 1.0
+
+  def __post_init__(self):
+    for field in dataclasses.fields(self):
+      value = getattr(self, field.name)
+      if field.type in (int, int | None) and value is not None:
+        _require_positive_int(field.name, value)
+    if self.score not in _EXPERT_SCORES:
+      raise ValueError(f'score={self.score!r} must be one of {_EXPERT_SCORES}')
+    if not 0 < self.scale < float('inf'):
+      raise ValueError(f'scale={self.scale} must be positive and finite')
+    if self.num_experts % self.num_groups:
+      raise ValueError(
+        f'num_groups={self.num_groups} must divide '
+        f'num_experts={self.num_experts}'
+      )
+    size = self.num_experts // self.num_groups
+    if self.num_groups > 1 and size < 2:
+      raise ValueError(
+        f'num_groups={self.num_groups} must leave groups of two experts or more'
+      )
+    if self.num_chosen_groups > self.num_groups:
+      raise ValueError(
+        f'num_chosen_groups={self.num_chosen_groups} must be at most '
+        f'num_groups={self.num_groups}'
+      )
+    if self.num_chosen > self.num_chosen_groups * size:
+      raise ValueError(
+        f'num_chosen={self.num_chosen} must be at most '
+        f'{self.num_chosen_groups * size}, the experts of the chosen groups'
+      )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +118,10 @@ class TransformerConfig:
       that of level 0 always.
     time_input: what is embedded of the noise level: 't', or 'sigma' = -log
       alpha(t) of the log-linear schedule; the latter needs `time_conditioning`.
+    rotary_width: how many channels of each head are rotated, the first, even;
+      None: all.
+    experts: a mixture of experts in place of the MLP; None: none.
+    num_dense_layers: how many layers, the first, have an MLP nevertheless.
 
   Raises:
     ValueError: for a value outside these ranges.
@@ -85,6 +152,9 @@ class TransformerConfig:
   head_bias: bool = False
   conditioning_dim: int | None = None
   time_input: str = 't'
+  rotary_width: int | None = None
+  experts: ExpertsConfig | None = None
+  num_dense_layers: int = 0
 
   def __post_init__(self):
     for name in (
@@ -128,6 +198,21 @@ class TransformerConfig:
         raise ValueError(
           f'{name}={getattr(self, name)!r} must be one of {choices}'
         )
+    if self.rotary_width is not None:
+      _require_positive_int('rotary_width', self.rotary_width)
+      if self.rotary_width % 2 or self.rotary_width > self.head_dim:
+        raise ValueError(
+          f'rotary_width={self.rotary_width} must be even and at most '
+          f'{self.head_dim}, the width of a head'
+        )
+    if self.experts is not None and self.mlp != 'swiglu':
+      raise ValueError(f'experts are networks of SwiGLU, not mlp={self.mlp!r}')
+    most_dense = 0 if self.experts is None else self.num_layers - 1
+    if not 0 <= self.num_dense_layers <= most_dense:
+      raise ValueError(
+        f'num_dense_layers={self.num_dense_layers} must lie in '
+        f'[0, {most_dense}]: some layers before those with experts'
+      )
     if self.time_input != 't' and not self.time_conditioning:
       raise ValueError(
         f'time_input={self.time_input!r} needs time_conditioning'

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 from mdlm_jax import schedules
 from mdlm_jax.models.attention import rotate
 from mdlm_jax.models.config import TransformerConfig
+from mdlm_jax.models.experts import Experts
 
 _NUM_WAVES = 128
 # Spread of a fresh network's logits: small, so that it starts near the uniform
@@ -84,11 +85,14 @@ class Block(nnx.Module):
       )
     self.attention_out = linear(q_dim, dim, scale=branch_scale)
     self.mlp_norm = _norm(config, rngs, dim)
-    gelu = config.mlp == 'gelu'
-    if not gelu:
-      self.gate = linear(dim, mlp_dim)
-    self.up = linear(dim, mlp_dim, bias=gelu)
-    self.mlp_out = linear(mlp_dim, dim, scale=branch_scale, bias=gelu)
+    if config.experts is not None:
+      self.experts = Experts(config, rngs=rngs, scale=branch_scale)
+    else:
+      gelu = config.mlp == 'gelu'
+      if not gelu:
+        self.gate = linear(dim, mlp_dim)
+      self.up = linear(dim, mlp_dim, bias=gelu)
+      self.mlp_out = linear(mlp_dim, dim, scale=branch_scale, bias=gelu)
     if config.modulation_width:
       self.modulation = _modulator(config, rngs, (0, 0, 1, 0, 0, 1))
 
@@ -128,6 +132,8 @@ class Block(nnx.Module):
     return rotate(q, cos, sin), rotate(k, cos, sin), v
 
   def _mlp(self, x):
+    if self.config.experts is not None:
+      return self.experts(x)
     if self.config.mlp == 'gelu':
       return self.mlp_out(jax.nn.gelu(self.up(x), approximate=True))
     return self.mlp_out(jax.nn.silu(self.gate(x)) * self.up(x))

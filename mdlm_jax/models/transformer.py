@@ -7,6 +7,7 @@ dict of float32 arrays in which the blocks are stacked on axis 0:
   network = denoiser(config)
 """
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Key
 
-from mdlm_jax import predict
+from mdlm_jax import alignment, predict
 from mdlm_jax.interning import interned
 from mdlm_jax.models.attention import (
   attend_all,
@@ -28,6 +29,7 @@ from mdlm_jax.models.attention import (
 )
 from mdlm_jax.models.config import TransformerConfig
 from mdlm_jax.models.layers import Block, Outer
+from mdlm_jax.models.paired import attend_paired
 
 Params = dict
 
@@ -41,7 +43,7 @@ def init(config: TransformerConfig, key: Key[Array, '']) -> Params:
 
   Returns:
     Nested dict of float32 arrays; those under `blocks` have a leading axis of
-    `num_layers`.
+    `num_layers`, less those under `dense_blocks`, if any, which come first.
   """
 
   def init_one(kind, config, key):
@@ -80,6 +82,9 @@ def denoiser(config: TransformerConfig) -> predict.Denoiser:
     time_free=not config.time_conditioning,
     shifted=config.shifted,
     attention_block=config.attention_block,
+    paired=None
+    if config.attention_block is None
+    else functools.partial(_paired, config),
   )
 
 
@@ -105,25 +110,19 @@ class _Stack(NamedTuple):
 
 
 def _stacks(config: TransformerConfig) -> tuple[_Stack, ...]:
-  return (_Stack('blocks', config, config.num_layers),)
+  num_dense = config.num_dense_layers
+  stack = _Stack('blocks', config, config.num_layers - num_dense)
+  if not num_dense:
+    return (stack,)
+  dense = dataclasses.replace(config, experts=None, num_dense_layers=0)
+  return _Stack('dense_blocks', dense, num_dense), stack
 
 
 def _features(
   config, params, cache, ids, *, at, step, t, valid, positions, segments
 ):
   del step
-  chex.assert_rank(ids, 2)
-  chex.assert_equal_shape([ids, valid, positions])
-  if t.ndim == 1:
-    t = t[:, None]
-  chex.assert_shape(t, (ids.shape[0], {1, ids.shape[1]}))
-  if segments is not None:
-    chex.assert_equal_shape([ids, segments])
-  if ids.shape[1] > config.max_length:
-    raise ValueError(
-      f'sequence of length {ids.shape[1]} given to a model of '
-      f'max_length={config.max_length}'
-    )
+  t = _checked_level(config, ids, t, valid, positions, segments)
   computed = None if cache is None else at
   mask = attention_mask(
     valid, segments, attention_blocks(positions, config.attention_block)
@@ -147,9 +146,68 @@ def _features(
   return outer.last_norm(hidden, conditioning), cache
 
 
+def _paired(
+  config, params, noisy_ids, clean_ids, *, t, valid, positions, segments
+):
+  chex.assert_equal_shape([noisy_ids, clean_ids])
+  length = noisy_ids.shape[1]
+  slots = positions
+  if positions is None:
+    slots = jnp.broadcast_to(jnp.arange(length), noisy_ids.shape)
+  t = _checked_level(config, noisy_ids, t, valid, slots, segments)
+  if positions is None and length <= config.attention_block:
+    # One block, which no clean slot is before.
+    features = functools.partial(_features, config)
+    if config.shifted:
+      features = functools.partial(alignment.shifted_features, features)
+    hidden, _ = features(
+      params, None, noisy_ids, at=None, step=0, t=t, valid=valid,
+      positions=slots, segments=segments,
+    )  # fmt: skip
+    return hidden
+  if t.shape[1] > 1:
+    t = jnp.concatenate([t, jnp.zeros_like(t)], 1)
+  outer = _outer(config, params)
+  conditioning = outer.embed_time(t)
+  hidden, _ = _run(
+    config,
+    params,
+    outer.embed(jnp.concatenate([noisy_ids, clean_ids], 1)),
+    None,
+    conditioning,
+    jnp.concatenate([slots, slots], 1),
+    attend_paired(valid, segments, positions, config.attention_block),
+  )
+  hidden = outer.last_norm(hidden, conditioning)
+  if config.shifted:
+    blocks = attention_blocks(slots, config.attention_block)
+    return alignment.shifted_pair(
+      hidden[:, :length], hidden[:, length:], blocks, valid, segments
+    )
+  return hidden[:, :length]
+
+
+def _checked_level(config, ids, t, valid, positions, segments):
+  """The noise level as [B, 1] or [B, L], after checks of all shapes."""
+  chex.assert_rank(ids, 2)
+  chex.assert_equal_shape([ids, valid, positions])
+  if t.ndim == 1:
+    t = t[:, None]
+  chex.assert_shape(t, (ids.shape[0], {1, ids.shape[1]}))
+  if segments is not None:
+    chex.assert_equal_shape([ids, segments])
+  if ids.shape[1] > config.max_length:
+    raise ValueError(
+      f'sequence of length {ids.shape[1]} given to a model of '
+      f'max_length={config.max_length}'
+    )
+  return t
+
+
 def _run(config, params, hidden, cache, conditioning, positions, attend):
   """The stream after all blocks, and what they stored."""
-  angles = rotary_angles(positions, config.head_dim, config.rope_base)
+  width = config.rotary_width or config.head_dim
+  angles = rotary_angles(positions, width, config.rope_base)
   cos, sin = (
     _rounded(f(angles), config.rope_dtype) for f in (jnp.cos, jnp.sin)
   )
