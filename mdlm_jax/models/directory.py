@@ -20,6 +20,7 @@ import safetensors.flax
 
 from mdlm_jax import schedules
 from mdlm_jax.models import json_files, param_tree, published, transformer
+from mdlm_jax.models.config import ExpertsConfig
 from mdlm_jax.models.pretrained import Pretrained
 from mdlm_jax.tokenizer import Tokenizer
 from mdlm_jax.vocab import Vocab
@@ -46,6 +47,9 @@ _LATER_FIELDS = {
   'head_bias',
   'conditioning_dim',
   'time_input',
+  'rotary_width',
+  'experts',
+  'num_dense_layers',
 }
 _ARCHITECTURE = 'mdlm_jax'
 DTYPES = ('float32', 'bfloat16')
@@ -173,11 +177,11 @@ def _json(content: dict) -> bytes:
 
 def _config_fields(config):
   """The fields of a config, of the later ones only what is not the default."""
+  values = dataclasses.asdict(config)
   return {
-    field.name: getattr(config, field.name)
+    field.name: values[field.name]
     for field in dataclasses.fields(config)
-    if field.name not in _LATER_FIELDS
-    or getattr(config, field.name) != field.default
+    if field.name not in _LATER_FIELDS or values[field.name] != field.default
   }
 
 
@@ -195,7 +199,10 @@ def _read_config(content, path):
       f'{(_FORMAT, _ARCHITECTURE)}'
     )
   _check_names(content['schedule'], 'float32')
-  config = _build(transformer.TransformerConfig, content['model'], path)
+  fields = dict(content['model'])
+  if fields.get('experts') is not None:
+    fields['experts'] = _build(ExpertsConfig, fields['experts'], path)
+  config = _build(transformer.TransformerConfig, fields, path)
   return config, _build(Vocab, content['vocab'], path), content['schedule']
 
 
