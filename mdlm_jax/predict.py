@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from mdlm_jax.alignment import shifted_features
+from mdlm_jax.caches import Computed, computed_features
 from mdlm_jax.constraints import Constraint, allowed_at
 from mdlm_jax.corruption import corrupt
 from mdlm_jax.guidance import Guidance, combine
@@ -38,6 +39,12 @@ class Denoiser(NamedTuple):
       this module reads the flag: sampler, losses and bounds.
     attention_block: declares that a slot sees its own and earlier blocks of so
       many logical positions only; None: that every slot may see all.
+    paired: present where `attention_block` is: `paired(params, noisy_ids,
+      clean_ids, *, t, valid, positions, segments) -> hidden [B, L, d]`, hidden
+      states that speak of each slot of `noisy_ids` when the blocks before its
+      own are those of `clean_ids`: all blocks of the bound in one pass.
+      `t` is `[B]`, or `[B, L]` for levels of slots; `positions` None are
+      0, 1, ... from the left, which may cost less.
   """
 
   features: Callable
@@ -45,6 +52,7 @@ class Denoiser(NamedTuple):
   time_free: bool = False
   shifted: bool = False
   attention_block: int | None = None
+  paired: Callable | None = None
 
 
 class Prediction(NamedTuple):
@@ -80,6 +88,7 @@ def predict(
   step: Int[Array, ''] | int = 0,
   guidance: Guidance | None = None,
   constraint: Constraint | None = None,
+  computed: Computed | None = None,
 ) -> tuple[Prediction, Any]:
   """One step's prediction at the target slots: one network call, or two.
 
@@ -100,6 +109,7 @@ def predict(
     step: number of the call.
     guidance: how a null condition is subtracted (`guidance.guide`).
     constraint: which ids may be drawn at each slot (`constraints.constrain`).
+    computed: slots that are computed where there is a cache; None: `at`.
 
   Returns:
     The prediction of leading shape `[B, W]`, and the network's cache: a pair,
@@ -115,6 +125,7 @@ def predict(
     valid=valid,
     positions=positions,
     segments=segments,
+    computed=computed,
   )
   if guidance is None or guidance.scale == 0:
     logits, cache = call(cache, ids)
@@ -137,6 +148,8 @@ def network_logits(
   params: Any,
   cache: Any,
   ids: Int[Array, 'B L'],
+  *,
+  computed: Computed | None = None,
   **inputs: Any,
 ) -> tuple[Float[Array, 'B W V'], Any]:
   """The network's own logits of the tokens at the wanted slots, and its cache.
@@ -146,9 +159,12 @@ def network_logits(
     params: its parameters.
     cache: its cache, None for a full forward pass.
     ids: the canvas. Shape `[B, L]`.
+    computed: slots that are computed where there is a cache; None: `at`.
     **inputs: the other inputs of `Denoiser.features`.
   """
   features = denoiser.features
+  if computed is not None and cache is not None:
+    features = functools.partial(computed_features, features, computed)
   if denoiser.shifted:
     features = functools.partial(shifted_features, features)
   hidden, cache = features(params, cache, ids, **inputs)
@@ -162,12 +178,15 @@ def target_log_probs(
   corrupted_ids: Int[Array, 'B L'],
   clean_ids: Int[Array, 'B L'],
   *,
-  t: Float[Array, 'B'],
+  t: Float[Array, 'B'] | Float[Array, 'B L'],
   valid: Bool[Array, 'B L'],
-  positions: Int[Array, 'B L'],
+  positions: Int[Array, 'B L'] | None = None,
   segments: Int[Array, 'B L'] | None = None,
 ) -> Float[Array, 'B L']:
   """Log-probability of every clean token given the corrupted canvas.
+
+  A network that attends by blocks is given the clean tokens of the blocks
+  before each (Arriola et al. 2025, arXiv 2503.09573, section 3.2).
 
   The probability of MASK and of the other ids that may not be drawn is zero
   (Sahoo et al. 2024, section 3.2.3). Visible tokens are not carried over: the
@@ -179,26 +198,36 @@ def target_log_probs(
     vocab: which ids may be drawn.
     corrupted_ids: what the network sees. Shape `[B, L]`.
     clean_ids: the targets. Shape `[B, L]`.
-    t: noise level. Shape `[B]`.
+    t: noise level. Shape `[B]`, or `[B, L]` for a network that attends by
+      blocks.
     valid: False at padding. Shape `[B, L]`.
-    positions: logical positions. Shape `[B, L]`.
+    positions: logical positions; None: 0, 1, ... from the left, with which a
+      network that attends by blocks may take less time. Shape `[B, L]`.
     segments: document of each slot when several are packed in a row.
 
   Returns:
     float32, -inf where the target may not be drawn. Shape `[B, L]`.
   """
-  logits, _ = network_logits(
-    denoiser,
-    params,
-    None,
-    corrupted_ids,
-    at=None,
-    step=0,
-    t=t,
-    valid=valid,
-    positions=positions,
-    segments=segments,
-  )
+  inputs = {'t': t, 'valid': valid, 'segments': segments}
+  if denoiser.paired is None:
+    if positions is None:
+      length = clean_ids.shape[1]
+      positions = jnp.broadcast_to(jnp.arange(length), clean_ids.shape)
+    logits, _ = network_logits(
+      denoiser,
+      params,
+      None,
+      corrupted_ids,
+      at=None,
+      step=0,
+      positions=positions,
+      **inputs,
+    )
+  else:
+    hidden = denoiser.paired(
+      params, corrupted_ids, clean_ids, positions=positions, **inputs
+    )
+    logits = denoiser.head(params, hidden)
   logits = allowed(logits, vocab)
   target = jnp.take_along_axis(logits, clean_ids[..., None], -1)[..., 0]
   return target - jax.nn.logsumexp(logits, -1)
@@ -209,12 +238,13 @@ def corrupted_log_probs(
   params: Any,
   key: Key[Array, ''],
   clean_ids: Int[Array, 'B L'],
-  t: Float[Array, 'B'],
+  t: Float[Array, 'B'] | Float[Array, 'B L'],
   valid: Bool[Array, 'B L'],
   *,
   vocab: Vocab,
   schedule: Schedule,
   row_ids: Int[Array, 'B'],
+  given: Bool[Array, 'B L'] | None = None,
 ) -> tuple[Float[Array, 'B L'], Bool[Array, 'B L']]:
   """Corrupts rows that begin at position 0 and asks the network for them.
 
@@ -225,11 +255,12 @@ def corrupted_log_probs(
     params: its parameters.
     key: of the corruption, consumed.
     clean_ids: the text. Shape `[B, L]`.
-    t: noise level. Shape `[B]`.
+    t: noise level, of each row or of each slot. Shape `[B]` or `[B, L]`.
     valid: False at padding. Shape `[B, L]`.
     vocab: roles of the ids.
     schedule: the masking schedule.
     row_ids: ids of the rows for the noise. Shape `[B]`.
+    given: tokens that are never masked, such as BOS. Shape `[B, L]`.
 
   Returns:
     `target_log_probs` and the masked positions, `[B, L]` each.
@@ -242,16 +273,10 @@ def corrupted_log_probs(
     mask_id=vocab.mask_id,
     schedule=schedule,
     row_ids=row_ids,
+    protected=given,
   )
   log_probs = target_log_probs(
-    denoiser,
-    params,
-    vocab,
-    corrupted_ids,
-    clean_ids,
-    t=t,
-    valid=valid,
-    positions=jnp.broadcast_to(jnp.arange(clean_ids.shape[1]), clean_ids.shape),
+    denoiser, params, vocab, corrupted_ids, clean_ids, t=t, valid=valid
   )
   return log_probs, masked
 

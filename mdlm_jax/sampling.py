@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from mdlm_jax import endings, sampling_step
 from mdlm_jax.blocks import Blocks, window_of
+from mdlm_jax.caches import CachePolicy
 from mdlm_jax.canvas import Canvas
 from mdlm_jax.constraints import Constraint
 from mdlm_jax.draws import Draw, categorical
@@ -19,7 +20,7 @@ from mdlm_jax.guidance import Guidance
 from mdlm_jax.noise import row_keys
 from mdlm_jax.predict import Denoiser
 from mdlm_jax.rules import Rule
-from mdlm_jax.sampling_step import Decoding, Inputs, SamplerState
+from mdlm_jax.sampling_step import Decoding, Inputs
 from mdlm_jax.schedules import Schedule, linear
 from mdlm_jax.vocab import Vocab
 
@@ -34,7 +35,6 @@ class SampleResult(NamedTuple):
     calls_per_block: the same, of each block. Shape `[blocks]`.
     calls_per_row: calls that each row needed; the batch makes a call when any
       row needs one. Shape `[B]`.
-    cache_calls: calls that only wrote the cache, not among `calls`. Shape `[]`.
     requested_t: noise level fed at each call, NaN where none was made. Shape
       `[S, B]`.
     masked_fraction: share of the generation slots that were MASK when the call
@@ -46,19 +46,25 @@ class SampleResult(NamedTuple):
     finite: whether all logits of a row were usable. Shape `[B]`.
     trajectory: the canvas after each call, `[S, B, L]`, or None; a call that
       was not made repeats the canvas before it.
+    computed: slots that each call computed, the others being stored, or None
+      without a cache. Shape `[S, B]`.
+    cache_error: with `audit_cache`, the largest difference of a logit at an
+      open MASK slot from its value without a cache, NaN where no call was made.
+      Shape `[S, B]`.
   """
 
   ids: Int[Array, 'B L']
   calls: Int[Array, '']
   calls_per_block: Int[Array, 'blocks']
   calls_per_row: Int[Array, 'B']
-  cache_calls: Int[Array, '']
   requested_t: Float[Array, 'S B']
   masked_fraction: Float[Array, 'S B']
   num_tokens: Int[Array, 'B']
   changes: Int[Array, 'B L']
   finite: Bool[Array, 'B']
   trajectory: Int[Array, 'S B L'] | None
+  computed: Int[Array, 'S B'] | None
+  cache_error: Float[Array, 'S B'] | None
 
   @property
   def tokens_per_call(self) -> Float[Array, 'B'] | Float[np.ndarray, 'B']:
@@ -83,7 +89,8 @@ def sample(
   planner_params: Any = None,
   eos_last: bool = False,
   stop_at_eos: bool = False,
-  block_cache: bool = False,
+  cache: CachePolicy | None = None,
+  audit_cache: bool = False,
   trajectory: bool = False,
   on_call: Callable | None = None,
   row_ids: Int[Array, 'B'] | None = None,
@@ -123,11 +130,14 @@ def sample(
       on the last call, which writes whatever is left.
     stop_at_eos: a row ends when an EOS is committed and everything before it:
       its later slots become PAD and it takes no further call.
-    block_cache: keeps the network's cache from block to block, for a network
-      that attends to earlier blocks only: one call fills it with the prompt,
-      and after each block one writes the clean block (`cache_calls`).
+    cache: which slots a call computes (`caches`), static; None: all of them.
+      Only `caches.exact`, for a network that attends by blocks, gives the
+      tokens that no cache gives.
+    audit_cache: whether to make every call without the cache too, and to return
+      the largest difference; `calls` does not count it.
     trajectory: whether to return the canvas after each call.
-    on_call: `on_call(calls, most)`, called on the host after each call; static.
+    on_call: `on_call(calls, most, ids)`, called on the host after each call
+      with the canvas; static.
     row_ids: ids of the rows for the noise, by default 0 to B - 1.
 
   Returns:
@@ -135,11 +145,11 @@ def sample(
 
   Raises:
     ValueError: an option that cannot act: EOS options without an EOS,
-      `planner_params` without a planner, `block_cache` without blocks or
-      without a cache. A rule that reads a planner without one, or that reuses
-      proposals with a network that is not declared `time_free`. On concrete
-      arrays, for logits that are NaN, infinite or all forbidden; under an outer
-      `jit` call `check_finite` on the result.
+      `planner_params` without a planner, a cache policy that does not fit the
+      network or the rule. A rule that reads a planner without one, or that
+      reuses proposals with a network that is not declared `time_free`. On
+      concrete arrays, for logits that are NaN, infinite or all forbidden; under
+      an outer `jit` call `check_finite` on the result.
   """
   chex.assert_rank(canvas.ids, 2)
   chex.assert_equal_shape([x for x in canvas if x is not None])
@@ -155,8 +165,7 @@ def sample(
     )
   if planner is None and planner_params is not None:
     raise ValueError('planner_params without a planner')
-  if block_cache and blocks is None:
-    raise ValueError('block_cache needs blocks')
+  _check_cache(denoiser, cache, audit_cache)
   _check_same_rows(canvas, blocks, guidance, constraint)
   if row_ids is None:
     row_ids = jnp.arange(canvas.ids.shape[0])
@@ -169,6 +178,8 @@ def sample(
     planner,
     eos_last,
     stop_at_eos,
+    cache,
+    audit_cache,
   )
   inputs = Inputs(params, canvas, guidance, constraint, planner_params)
   result = _sample(
@@ -176,13 +187,30 @@ def sample(
     inputs,
     row_keys(key, row_ids),
     blocks,
-    block_cache=block_cache,
     trajectory=trajectory,
     on_call=on_call,
   )
   if not isinstance(result.finite, jax.core.Tracer):
     check_finite(result)
   return result
+
+
+def _check_cache(denoiser, cache, audit_cache) -> None:
+  """Raises ValueError for a policy that does not fit the network."""
+  if audit_cache and cache is None:
+    raise ValueError('audit_cache=True needs a cache policy')
+  if cache is None or not cache.is_exact:
+    return
+  if denoiser.attention_block is None:
+    raise ValueError(
+      'the exact cache needs a network that attends by blocks; in this one '
+      'every slot sees all others'
+    )
+  if not denoiser.time_free:
+    raise ValueError(
+      'the exact cache needs a network that is time_free: what is stored was '
+      'computed at another noise level'
+    )
 
 
 def _check_same_rows(canvas, blocks, guidance, constraint) -> None:
@@ -231,15 +259,14 @@ class _Log(NamedTuple):
   changes: Int[Array, 'B L']
   last_ids: Int[Array, 'B L']  # The last token each slot had.
   trajectory: Int[Array, 'S B L'] | None
+  computed: Int[Array, 'S B'] | None
+  cache_error: Float[Array, 'S B'] | None
 
 
 @functools.partial(
-  jax.jit,
-  static_argnames=('decoding', 'block_cache', 'trajectory', 'on_call'),
+  jax.jit, static_argnames=('decoding', 'trajectory', 'on_call')
 )
-def _sample(
-  decoding, inputs, keys, blocks, *, block_cache, trajectory, on_call
-):
+def _sample(decoding, inputs, keys, blocks, *, trajectory, on_call):
   canvas, vocab = inputs.canvas, decoding.vocab
   batch, length = canvas.ids.shape
   num_blocks = 1 if blocks is None else blocks.count
@@ -247,65 +274,46 @@ def _sample(
   most = num_blocks * calls
   may_stop = decoding.rule.adaptive or decoding.stop_at_eos
 
-  def one_call(window, cache, carry, step):
+  def one_call(window, carry, step):
     state, log = carry
     index = window.block * calls + step
     noise = sampling_step.step_noise(decoding, keys, index, canvas, window)
     needed = sampling_step.needs_call(decoding, inputs, state, window)
     made = needed.any() if decoding.rule.reuses else jnp.array(True)
     proposal, proposed = sampling_step.propose_where_needed(
-      decoding, inputs, noise.draw, step, state, window, cache
+      decoding, inputs, noise.draw, step, state, window
     )
     after = sampling_step.apply_rule(
       decoding, inputs, noise.rule, step, proposal, proposed, window
     )
     if on_call is not None:
-      jax.debug.callback(functools.partial(on_call, most=most), index + 1)
+      jax.debug.callback(
+        lambda calls, ids: on_call(calls, most, ids), index + 1, after.ids
+      )
     log = _record(decoding, log, index, needed, made, state, after, canvas)
     return after, log
 
   def one_block(carry, block):
-    ids, finite, cache, cache_calls, log = carry
+    ids, finite, stored, log = carry
     window = window_of(blocks, block, canvas)
     noise = sampling_step.step_noise(
       decoding, keys, block * calls, canvas, window
     )
     state = sampling_step.start_window(
-      decoding, inputs, noise.init, ids, finite, window
+      decoding, inputs, noise.init, ids, finite, window, stored
     )
     state, log = _repeat(
-      functools.partial(one_call, window, cache), (state, log), calls, may_stop
+      functools.partial(one_call, window), (state, log), calls, may_stop
     )
-    if block_cache:
-      # Not after the last block, nor when every row has ended.
-      more = sampling_step.is_masked(state.ids, canvas, vocab).any()
-      cache = jax.lax.cond(
-        more,
-        functools.partial(write_cache, cache, state, window),
-        lambda: cache,
-      )
-      cache_calls += more
-    return (state.ids, state.finite, cache, cache_calls, log), None
+    return (state.ids, state.finite, state.stored, log), None
 
-  def write_cache(cache, state, window):
-    clean = state._replace(t=jnp.zeros_like(state.t))
-    return sampling_step.predict_window(
-      decoding, inputs, 0, clean, window, cache
-    )[1]
-
-  cache, cache_calls = None, jnp.int32(0)
-  finite = jnp.ones(batch, bool)
-  if block_cache:
-    whole = window_of(None, 0, canvas)
-    start = SamplerState(canvas.ids, jnp.zeros(batch), (), finite, finite, None)
-    cache = write_cache(None, start, whole)
-    if not jax.tree.leaves(cache):
-      raise ValueError('block_cache=True, but the network keeps no cache')
-    cache_calls += 1
-  log = _empty_log(most, canvas, trajectory)
-  (ids, finite, _, cache_calls, log), _ = jax.lax.scan(
+  stored = sampling_step.start_cache(
+    decoding, inputs, window_of(blocks, 0, canvas)
+  )
+  log = _empty_log(decoding, most, canvas, trajectory)
+  (ids, finite, _, log), _ = jax.lax.scan(
     one_block,
-    (canvas.ids, finite, cache, cache_calls, log),
+    (canvas.ids, jnp.ones(batch, bool), stored, log),
     jnp.arange(num_blocks),
   )
   per_call = 1
@@ -316,13 +324,14 @@ def _sample(
     per_call * log.made.sum(),
     per_call * log.made.reshape(num_blocks, calls).sum(1),
     per_call * log.needed.sum(0),
-    per_call * cache_calls,
     log.t,
     log.masked_fraction,
     endings.count_tokens(ids, canvas, vocab),
     log.changes,
     finite,
     _filled_trajectory(log, canvas) if trajectory else None,
+    log.computed,
+    log.cache_error,
   )
 
 
@@ -346,7 +355,7 @@ def _repeat(call, carry, num_calls: int, may_stop: bool):
   return jax.lax.while_loop(goes_on, body, (jnp.int32(0), carry))[1]
 
 
-def _empty_log(most: int, canvas: Canvas, trajectory: bool) -> _Log:
+def _empty_log(decoding, most: int, canvas: Canvas, trajectory: bool) -> _Log:
   batch, length = canvas.ids.shape
   nan = jnp.full((most, batch), jnp.nan, jnp.result_type(float))
   return _Log(
@@ -358,6 +367,8 @@ def _empty_log(most: int, canvas: Canvas, trajectory: bool) -> _Log:
     jnp.zeros((batch, length), jnp.int32),
     canvas.ids,
     jnp.zeros((most, batch, length), canvas.ids.dtype) if trajectory else None,
+    jnp.zeros((most, batch), jnp.int32) if decoding.cache else None,
+    nan if decoding.audit_cache else None,
   )
 
 
@@ -381,7 +392,18 @@ def _record(decoding, log, index, needed, made, before, after, canvas) -> _Log:
     log.changes + replaced,
     jnp.where(is_mask, log.last_ids, after.ids),
     kept if kept is None else kept.at[index].set(after.ids),
+    *_record_cache(log, index, made, after.stored),
   )
+
+
+def _record_cache(log, index, made, stored):
+  """What the log holds of a cache with one more call."""
+  computed, error = log.computed, log.cache_error
+  if computed is not None:
+    computed = computed.at[index].set(jnp.where(made, stored.computed, 0))
+  if error is not None:
+    error = error.at[index].set(jnp.where(made, stored.error, jnp.nan))
+  return computed, error
 
 
 def _filled_trajectory(log: _Log, canvas: Canvas):

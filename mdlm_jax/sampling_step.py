@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from mdlm_jax import endings
 from mdlm_jax.blocks import Window, at, put
+from mdlm_jax.caches import CachePolicy, Computed, View
 from mdlm_jax.canvas import Canvas
 from mdlm_jax.constraints import Constraint
 from mdlm_jax.draws import Context, Draw, DrawNoise
@@ -36,6 +37,8 @@ class Decoding(NamedTuple):
   planner: Callable | None = None
   eos_last: bool = False
   stop_at_eos: bool = False
+  cache: CachePolicy | None = None
+  audit_cache: bool = False
 
 
 class Inputs(NamedTuple):
@@ -76,6 +79,24 @@ class Kept(NamedTuple):
   changed: Bool[Array, 'B']
 
 
+class Stored(NamedTuple):
+  """What a call leaves to the next under a cache policy.
+
+  Attributes:
+    cache: of the network.
+    ids: the token with which each slot was last computed, -1 before. Shape
+      `[B, L]`.
+    computed: slots that the last call computed. Shape `[B]`.
+    error: largest difference of a logit that mattered in the last call from its
+      value without a cache, NaN where it is not asked for. Shape `[B]`.
+  """
+
+  cache: Any
+  ids: Int[Array, 'B L']
+  computed: Int[Array, 'B']
+  error: Float[Array, 'B']
+
+
 class SamplerState(NamedTuple):
   """What one call hands to the next.
 
@@ -86,6 +107,7 @@ class SamplerState(NamedTuple):
     done: rows with nothing left to do in this window. Shape `[B]`.
     finite: whether all logits were usable so far. Shape `[B]`.
     kept: the proposal, for a rule that `reuses`.
+    stored: under a cache policy.
   """
 
   ids: Int[Array, 'B L']
@@ -93,7 +115,8 @@ class SamplerState(NamedTuple):
   rule_state: Any
   done: Bool[Array, 'B']
   finite: Bool[Array, 'B']
-  kept: Kept | None
+  kept: Kept | None = None
+  stored: Stored | None = None
 
 
 def is_masked(
@@ -144,6 +167,7 @@ def start_window(
   ids: Int[Array, 'B L'],
   finite: Bool[Array, 'B'],
   window: Window,
+  stored: Stored | None = None,
 ) -> SamplerState:
   """The state before the first call of a window."""
   rows = window_rows(decoding, inputs, ids, window)
@@ -159,7 +183,8 @@ def start_window(
       jnp.zeros(rows.ids.shape, jnp.result_type(float)),
       jnp.ones(ids.shape[0], bool),
     )
-  return SamplerState(ids, t, rule_state, ~rows.masked.any(1), finite, kept)
+  done = ~rows.masked.any(1)
+  return SamplerState(ids, t, rule_state, done, finite, kept, stored)
 
 
 def needs_call(
@@ -172,15 +197,88 @@ def needs_call(
   return ~state.done & state.kept.changed & rows.masked.any(1)
 
 
+def start_cache(
+  decoding: Decoding, inputs: Inputs, window: Window
+) -> Stored | None:
+  """What is stored before the first call: nothing, in arrays of their size.
+
+  Raises:
+    ValueError: the network keeps no cache.
+  """
+  if decoding.cache is None:
+    return None
+  ids = inputs.canvas.ids
+  batch = ids.shape[0]
+  state = SamplerState(ids, jnp.zeros(batch), (), None, None)
+  shapes = jax.eval_shape(
+    lambda: _ask(decoding, inputs, 0, state, window, None, None)[1]
+  )
+  if not jax.tree.leaves(shapes):
+    raise ValueError('a cache policy needs a network that keeps a cache')
+  return Stored(
+    jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes),
+    jnp.full_like(ids, -1),
+    jnp.zeros(batch, jnp.int32),
+    jnp.full(batch, jnp.nan, jnp.result_type(float)),
+  )
+
+
 def predict_window(
   decoding: Decoding,
   inputs: Inputs,
   step: Int[Array, ''] | int,
   state: SamplerState,
   window: Window,
-  cache: Any = None,
-) -> tuple[Prediction, Any]:
-  """What the network says about the window as it is, and its cache."""
+) -> tuple[Prediction, Stored | None]:
+  """What the network says about the window as it is, and what it stores."""
+  stored = state.stored
+  if stored is None:
+    return _ask(decoding, inputs, step, state, window, None, None)[0], None
+  slots = computed_slots(decoding, inputs, step, state, window)
+  width = window.open.shape[1]
+  sizes = decoding.cache.sizes(
+    state.ids.shape[1], width, decoding.denoiser.attention_block
+  )
+  prediction, cache = _ask(
+    decoding, inputs, step, state, window, stored.cache, Computed(slots, sizes)
+  )
+  error = stored.error
+  if decoding.audit_cache:
+    plain, _ = _ask(decoding, inputs, step, state, window, None, None)
+    masked = window_rows(decoding, inputs, state.ids, window).masked
+    drawable = jnp.isfinite(plain.logits) & masked[..., None]
+    difference = jnp.abs(prediction.logits - plain.logits)
+    error = jnp.where(drawable, difference, 0.0).max((1, 2))
+  ids = jnp.where(slots, state.ids, stored.ids)
+  return prediction, Stored(cache, ids, slots.sum(1), error)
+
+
+def computed_slots(
+  decoding: Decoding,
+  inputs: Inputs,
+  step: Int[Array, ''] | int,
+  state: SamplerState,
+  window: Window,
+) -> Bool[Array, 'B L']:
+  """The slots that a call computes under the cache policy."""
+  canvas = inputs.canvas
+  is_open = put(jnp.zeros(canvas.ids.shape, bool), window.open, window.slots)
+  view = View(
+    jnp.asarray(step),
+    is_open,
+    is_masked(state.ids, canvas, decoding.vocab),
+    canvas.valid & (state.ids != state.stored.ids),
+    canvas.positions,
+  )
+  attention_block = decoding.denoiser.attention_block
+  slots = decoding.cache.computed(view, attention_block)
+  if decoding.denoiser.shifted:  # The token of a slot is read one before it.
+    slots |= jnp.roll(slots, -1, axis=1).at[:, -1].set(False)
+  return slots & canvas.valid
+
+
+def _ask(decoding, inputs, step, state, window, cache, computed):
+  """One network call, or two under guidance, for the window."""
   canvas = inputs.canvas
   calls = decoding.rule.calls(window.open.shape[1])
   return predict(
@@ -197,6 +295,7 @@ def predict_window(
     step=window.block * calls + step,
     guidance=inputs.guidance,
     constraint=inputs.constraint,
+    computed=computed,
   )
 
 
@@ -207,7 +306,6 @@ def propose(
   step: Int[Array, ''] | int,
   state: SamplerState,
   window: Window,
-  cache: Any = None,
 ) -> tuple[Proposal, SamplerState]:
   """One network call and the draw from it, for every row.
 
@@ -218,12 +316,11 @@ def propose(
     step: number of the call within the window.
     state: what the call before left.
     window: the open block.
-    cache: the network's cache, read and not written.
 
   Returns:
-    The proposals, and the state with `finite` brought up to date.
+    The proposals, and the state with `finite` and `stored` brought up to date.
   """
-  prediction, _ = predict_window(decoding, inputs, step, state, window, cache)
+  prediction, stored = predict_window(decoding, inputs, step, state, window)
   context = draw_context(decoding, inputs, state.ids, window)
   candidate_ids, confidence = decoding.draw.propose(noise, prediction, context)
   rows = window_rows(decoding, inputs, state.ids, window)
@@ -240,12 +337,13 @@ def propose(
   if planner is not None:
     usable &= ~jnp.isnan(planner)
   # Committed slots too: rules that correct them read what is said there.
-  usable |= ~rows.open
+  only_masked = decoding.cache is not None and decoding.cache.only_masked
+  usable |= ~(rows.masked if only_masked else rows.open)
   finite = state.finite & (usable.all(1) | state.done)
   proposal = Proposal(
     candidate_ids, confidence, prediction.logits, prediction.log_z, planner
   )
-  return proposal, state._replace(finite=finite)
+  return proposal, state._replace(finite=finite, stored=stored)
 
 
 def propose_where_needed(
@@ -255,14 +353,13 @@ def propose_where_needed(
   step: Int[Array, ''] | int,
   state: SamplerState,
   window: Window,
-  cache: Any = None,
 ) -> tuple[Proposal, SamplerState]:
   """As `propose`; a rule that `reuses` keeps the proposals of unchanged rows.
 
   The network is called when any row needs it. A row keeps its proposal also
   then, so that it does not depend on the rows beside it.
   """
-  arguments = (decoding, inputs, noise, step, state, window, cache)
+  arguments = (decoding, inputs, noise, step, state, window)
   if not decoding.rule.reuses:
     return propose(*arguments)
   needs = needs_call(decoding, inputs, state, window)
@@ -275,15 +372,16 @@ def propose_where_needed(
       jnp.where(row, proposal.candidate_ids, kept.candidate_ids),
       jnp.where(row, proposal.confidence, kept.confidence),
       jnp.where(needs, after.finite, state.finite),
+      after.stored,
     )
 
-  candidate_ids, confidence, finite = jax.lax.cond(
+  candidate_ids, confidence, finite, stored = jax.lax.cond(
     needs.any(),
     call,
-    lambda: (kept.candidate_ids, kept.confidence, state.finite),
+    lambda: (kept.candidate_ids, kept.confidence, state.finite, state.stored),
   )
   proposal = Proposal(candidate_ids, confidence, None, None)
-  return proposal, state._replace(finite=finite)
+  return proposal, state._replace(finite=finite, stored=stored)
 
 
 def apply_rule(
@@ -308,6 +406,10 @@ def apply_rule(
 
   Returns:
     The state after the call.
+
+  Raises:
+    ValueError: the rule changes committed tokens, under a cache policy that
+      does not predict them.
   """
   vocab, rule = decoding.vocab, decoding.rule
   rows = window_rows(decoding, inputs, state.ids, window)
@@ -318,6 +420,12 @@ def apply_rule(
   update = jax.vmap(rule.update, (0, None, 0, 0, 0))(
     noise, step, seen, proposal, state.rule_state
   )
+  corrects = rule.edits or update.remask is not None
+  if corrects and decoding.cache is not None and decoding.cache.only_masked:
+    raise ValueError(
+      'a rule that takes tokens back needs their predictions, which this cache '
+      'policy does not compute'
+    )
   active = ~state.done[:, None]
   may_write = seen.open if rule.edits else seen.masked
   write = active & ((update.write & may_write) | must_write)
@@ -345,7 +453,9 @@ def apply_rule(
   kept = state.kept
   if rule.reuses:
     kept = Kept(proposal.candidate_ids, proposal.confidence, changed.any(1))
-  return SamplerState(canvas_ids, t, update.state, done, state.finite, kept)
+  return SamplerState(
+    canvas_ids, t, update.state, done, state.finite, kept, state.stored
+  )
 
 
 def window_rows(

@@ -178,55 +178,9 @@ def test_blocks_of_one_slot_are_the_chain_rule():
     assert total_variation(law, joint) < 1e-12
 
 
-def block_causal(params, cache, ids, *, at, positions, **unused):
-  """Sums clean tokens of earlier blocks of 4 and the tokens of its own."""
-  earlier = ids if cache is None else cache
-  slots = jnp.arange(ids.shape[1])[None] if at is None else at
-  slots = jnp.broadcast_to(slots, (ids.shape[0], slots.shape[1]))
-  block = positions // 4
-  mine = jnp.take_along_axis(block, slots, 1)[..., None]
-  total = jnp.where(block[:, None] < mine, earlier[:, None], 0).sum(-1)
-  total += jnp.where(block[:, None] == mine, ids[:, None], 0).sum(-1)
-  logits = 5.0 * jax.nn.one_hot(2 + (total + slots) % 7, VOCAB.size)
-  return logits, blocks_lib.put(
-    earlier, jnp.take_along_axis(ids, slots, 1), slots
-  )
-
-
-CACHED = Denoiser(block_causal, lambda params, hidden: hidden)
-
-
-@pytest.mark.parametrize('draw', [GREEDY, draws.categorical()])
-def test_the_block_cache_gives_the_same_tokens_and_counts_its_calls(draw):
-  canvas = from_prompts([[5, 6, 7, 8], [8, 8, 2, 3]], 12, VOCAB)
-  plain, cached = (
-    run(CACHED, canvas, rules.by_confidence(2), 4, draw=draw, block_cache=cache)
-    for cache in (False, True)
-  )
-  np.testing.assert_array_equal(plain.ids, cached.ids)
-  assert plain.calls == cached.calls == 6
-  assert plain.cache_calls == 0
-  # The prompt, and each block that another one follows.
-  assert cached.cache_calls == 1 + 2
-
-
 @pytest.mark.parametrize(
   ('make', 'message'),
   [
-    (
-      lambda: run(
-        FLAT, from_prompts([[5]], 4, VOCAB), rules.by_confidence(1), 2,
-        block_cache=True,
-      ),
-      'the network keeps no cache',
-    ),
-    (
-      lambda: sampling.sample(
-        CACHED, (), jax.random.key(0), from_prompts([[5]], 4, VOCAB),
-        vocab=VOCAB, rule=rules.by_confidence(1), block_cache=True,
-      ),
-      'block_cache needs blocks',
-    ),
     (
       lambda: blocks_lib.blocks_of(from_prompts([[]], 4, VOCAB), 0),
       'length=0 must be an integer of at least 1',

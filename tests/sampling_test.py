@@ -385,10 +385,12 @@ def test_calls_can_be_watched():
   seen = []
   run(
     UNIFORM, from_prompts([[5]], 4, VOCAB), rules.by_confidence(3),
-    on_call=lambda calls, most: seen.append((int(calls), most)),
+    on_call=lambda calls, most, ids: seen.append(
+      (int(calls), most, int((ids == VOCAB.mask_id).sum()))
+    ),
   )  # fmt: skip
   jax.effects_barrier()
-  assert sorted(seen) == [(1, 3), (2, 3), (3, 3)]
+  assert sorted(seen) == [(1, 3, 2), (2, 3, 1), (3, 3, 0)]
 
 
 def test_a_guided_call_counts_twice():
