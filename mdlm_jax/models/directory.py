@@ -12,6 +12,7 @@ import dataclasses
 import json
 import os
 import pathlib
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -113,11 +114,20 @@ def save(
     unfinished.replace(directory / name)
 
 
-def load(directory: Path) -> Pretrained:
+def load(
+  directory: Path,
+  *,
+  dtype: str | None = None,
+  sharding: Callable | None = None,
+) -> Pretrained:
   """Reads what `save` wrote, or a published model.
 
-  Parameters become float32, those of a published model as `published.load`
-  says.
+  Args:
+    directory: what `find` found.
+    dtype: of the parameters and of the network, 'float32' or 'bfloat16'. None:
+      float32 parameters, and the network as it was trained; of a published
+      model as `published.load` says.
+    sharding: where parameters are placed, see `published.load`.
 
   Raises:
     OSError: a file is missing or cannot be read.
@@ -127,14 +137,16 @@ def load(directory: Path) -> Pretrained:
   directory = pathlib.Path(directory)
   content = json_files.read(directory / _CONFIG)
   if 'architecture' not in content:
-    return published.load(directory)
+    return published.load(directory, dtype=dtype, sharding=sharding)
   config, vocab, schedule = _read_config(content, directory / _CONFIG)
   tokenizer = Tokenizer.load(directory / _TOKENIZER)
   _check_roles(config, vocab, tokenizer)
+  if dtype is not None:
+    config = dataclasses.replace(config, dtype=dtype)
   return Pretrained(
     config,
     transformer.denoiser(config),
-    _read_weights(directory / _WEIGHTS, config),
+    _read_weights(directory / _WEIGHTS, config, dtype or 'float32', sharding),
     vocab,
     tokenizer,
     schedules.named_schedule(schedule),
@@ -221,7 +233,7 @@ def _build(kind, values, path):
     raise ValueError(f'{path}: {error}') from None
 
 
-def _read_weights(path, config):
+def _read_weights(path, config, dtype, sharding):
   if not path.is_file():
     raise FileNotFoundError(f'no such file: {path}')
   try:
@@ -230,8 +242,13 @@ def _read_weights(path, config):
   except safetensors.SafetensorError as error:
     raise ValueError(f'{path} is not a safetensors file: {error}') from None
   _check_weights(config, {key: leaf.shape for key, leaf in weights.items()})
+
+  def placed(key, leaf):
+    leaf = leaf.astype(dtype)
+    return jax.device_put(leaf, sharding and sharding(key, leaf.shape))
+
   return param_tree.nested(
-    {key: jax.numpy.asarray(leaf, 'float32') for key, leaf in weights.items()}
+    {key: placed(key, leaf) for key, leaf in weights.items()}
   )
 
 

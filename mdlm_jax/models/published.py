@@ -34,7 +34,10 @@ _DTYPES = ('float32', 'bfloat16')
 
 
 def load(
-  directory: str | os.PathLike, *, dtype: str | None = None
+  directory: str | os.PathLike,
+  *,
+  dtype: str | None = None,
+  sharding: Callable | None = None,
 ) -> Pretrained:
   """Reads a directory of a published model.
 
@@ -46,6 +49,9 @@ def load(
     directory: as it was downloaded.
     dtype: of the parameters and of the network, 'float32' or 'bfloat16'; None:
       that of the files, float32 where they hold anything wider than bfloat16.
+    sharding: `sharding(key, shape)` of a parameter, such as
+      ('blocks/query/kernel', (32, 4096, 4096)), as JAX places arrays; None: all
+      on the default device.
 
   Returns:
     The model. Its history is empty, its schedule that of its family.
@@ -77,7 +83,7 @@ def load(
   return Pretrained(
     config,
     transformer.denoiser(config),
-    load_params(layout, entries, dtype),
+    load_params(layout, entries, dtype, sharding=sharding),
     vocab,
     tokenizer,
     layout.schedule,
@@ -91,6 +97,7 @@ def load_params(
   dtype: str,
   *,
   tensors: Callable = shards.tensors,
+  sharding: Callable | None = None,
 ) -> transformer.Params:
   """The parameters of a layout, streamed from files.
 
@@ -99,6 +106,7 @@ def load_params(
     entries: the tensors of the files.
     dtype: of the parameters.
     tensors: entries to keys and arrays, one after another.
+    sharding: see `load`.
 
   Returns:
     Nested dict, as `transformer.init` gives it.
@@ -117,11 +125,13 @@ def load_params(
     mapping = layout.tensors[key]
     parts = _parts(tensor, from_file=mapping.from_file, dtype=dtype)
     for name, part in zip(mapping.leaves, parts, strict=True):
+      place = sharding and sharding(name, leaves[name].shape)
+      part = _placed(part, place, len(mapping.index))
       if mapping.index:
         stack = arrays.pop(name, None)
         if stack is None:
-          stack = jnp.zeros(leaves[name].shape, dtype)
-        part = _with_part(stack, part, mapping.index)
+          stack = jnp.zeros(leaves[name].shape, dtype, device=place)
+        part = _with_part(stack, part, mapping.index, place=place)
       # Or the host would read ahead of what is done with the tensors.
       arrays[name] = jax.block_until_ready(part)
   return param_tree.nested(arrays)
@@ -133,14 +143,26 @@ def _parts(tensor, *, from_file, dtype):
   return tuple(part.astype(dtype) for part in from_file(tensor))
 
 
-@functools.partial(jax.jit, donate_argnames='stack')
-def _with_part(stack, part, index):
+def _placed(part, place, num_axes):
+  """An array where it belongs, as a part of a stack with more axes."""
+  if isinstance(place, jax.sharding.NamedSharding):
+    place = place.update(
+      spec=jax.sharding.PartitionSpec(*place.spec[num_axes:])
+    )
+  return part if place is None else jax.device_put(part, place)
+
+
+@functools.partial(jax.jit, donate_argnames='stack', static_argnames='place')
+def _with_part(stack, part, index, *, place=None):
   """A stack with `part` at `index` of its first axes, in place."""
   # `at[index].set` of bfloat16 would copy the stack on CPU.
-  return jax.lax.dynamic_update_slice(
+  stack = jax.lax.dynamic_update_slice(
     stack,
     part.reshape(*[1] * len(index), *part.shape),
     (*index, *[0] * part.ndim),
+  )
+  return (
+    stack if place is None else jax.lax.with_sharding_constraint(stack, place)
   )
 
 
