@@ -1,6 +1,6 @@
 """Texts to be measured: what a model writes from nothing, and real ones."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,9 +28,12 @@ class Samples(NamedTuple):
   tokens: list[Int[np.ndarray, '...']]
 
 
-def of_texts(texts: Sequence[str], tokenizer: TextCodec) -> Samples:
-  """Texts in the tokens of a tokenizer."""
-  return Samples(list(texts), [tokenizer.encode(text) for text in texts])
+def of_texts(
+  texts: Sequence[str], encode: Callable[[str], Sequence[int]]
+) -> Samples:
+  """Texts in the tokens of a tokenizer's `encode`."""
+  tokens = [np.asarray(encode(text), np.int32) for text in texts]
+  return Samples(list(texts), tokens)
 
 
 def of_rows(
@@ -88,7 +91,7 @@ def real(
     count: how many pieces.
   """
   size = round(float(np.mean([len(text) for text in like])))
-  return of_texts(pieces(held_out, size, count), tokenizer)
+  return of_texts(pieces(held_out, size, count), tokenizer.encode)
 
 
 def pieces(text: str, size: int, count: int) -> list[str]:

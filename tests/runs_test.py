@@ -277,9 +277,11 @@ def test_library_works_without_the_optional_packages():
       sys.executable,
       '-c',
       'import sys\n'
-      'for name in ("grain", "ml_collections", "tensorboardX", "matplotlib"):\n'
+      'for name in (\n'
+      '  "grain", "ml_collections", "tensorboardX", "matplotlib", "gguf"\n'
+      '):\n'
       '  sys.modules[name] = None\n'
-      'from mdlm_jax import data, evaluation, tokenizer, training\n'
+      'from mdlm_jax import data, evaluation, judge, tokenizer, training\n'
       'from mdlm_jax.models import directory, transformer\n'
       'data.training_windows(data.default_documents(),\n'
       '  data.corpus_tokenizer(data.read_corpus()), 8)\n'

@@ -1,0 +1,122 @@
+"""The script that measures samples, on a tiny sampler and a tiny judge."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+import script_runner
+import tiny_causal
+
+from mdlm_jax import code_version, judge
+from mdlm_jax.models import causal, directory, transformer
+from mdlm_jax.tokenizer import character_tokenizer
+
+SCRIPT = 'sample_quality.py'
+
+
+@pytest.fixture(scope='module')
+def folders(tmp_path_factory):
+  """A sampler with its held-out text, and a judge."""
+  sampler, judging = (tmp_path_factory.mktemp(name) for name in 'sj')
+  text = 'the cat sat on the mat and the dog ran '
+  tokenizer = character_tokenizer(text)
+  config = transformer.TransformerConfig(
+    vocab_size=tokenizer.vocab.size,
+    num_layers=1,
+    model_dim=16,
+    num_heads=1,
+    mlp_dim=16,
+    max_length=16,
+  )
+  params = transformer.init(config, jax.random.key(0))
+  directory.save(sampler, config, params, tokenizer.vocab, tokenizer)
+  (sampler / 'heldout.txt').write_text(text * 3)
+  return sampler, tiny_causal.write(judging, 'LlamaForCausalLM')
+
+
+def report_of(tmp_path, *arguments):
+  path = tmp_path / 'report.json'
+  script_runner.run(SCRIPT, f'--json={path}', *arguments)
+  return json.loads(path.read_text())
+
+
+def test_report_of_samples_beside_real_text(folders, tmp_path, capsys):
+  sampler, judging = folders
+  arguments = f'--checkpoint={sampler}', '--num_samples=5', '--top_p=0.9'
+  report = report_of(
+    tmp_path, *arguments, f'--judge={judging}', '--batch_size=3'
+  )
+  assert 'gen. perplexity' in capsys.readouterr().out
+  written, real = report['results']
+  assert [written['texts'], real['texts']] == ['samples', 'held-out text']
+  assert written['num_texts'] == 5
+  assert written['num_tokens'] == 5 * 16
+  for row in (written, real):
+    for name in ('entropy', 'distinct_2', 'repetition'):
+      assert row[f'{name}_error'] >= 0
+    assert row['generative_perplexity'] == pytest.approx(
+      np.exp(row['judge_nats_per_token'])
+    )
+  assert real['entropy'] < np.log(16)
+  assert (report['sampler']['dtype'], report['sampler']['top_p']) == (
+    ('float32', 0.9)
+  )
+  assert (report['sampler']['seed'], report['judge']['context']) == (0, 64)
+  assert report['source_sha256'] == code_version.source_digest()
+  assert report['versions']['jax'] == jax.__version__
+  # Without the judge the rest is the same, in batches of any size.
+  alone = report_of(tmp_path, *arguments, '--batch_size=2')
+  assert 'no generative perplexity' in capsys.readouterr().out
+  assert 'generative_perplexity' not in alone['results'][0]
+  for name in ('entropy', 'distinct_2', 'pooled_entropy'):
+    assert alone['results'][0][name] == written[name]
+
+
+def test_texts_of_files(folders, tmp_path):
+  sampler, judging = folders
+  texts = ['the cat sat', 'on on on on on on on on', 'a dog ran']
+  settings = {'dtype': 'bfloat16', 'top_p': 0.9}
+  lines = [json.dumps({'text': x, 'settings': settings}) for x in texts]
+  path = tmp_path / 'samples.jsonl'
+  path.write_text('\n'.join(lines))
+  for i, text in enumerate(texts):
+    (tmp_path / f'{i}.txt').write_text(text)
+  of_lines = report_of(tmp_path, f'--texts={path}', f'--judge={judging}')
+  of_files = report_of(
+    tmp_path, f'--texts={tmp_path}/?.txt', f'--judge={judging}'
+  )
+  assert of_lines['results'] == of_files['results']
+  assert (of_lines['sampler'], of_files['sampler']) == (settings, None)
+  (row,) = of_lines['results']
+  nats, tokens = judge.negative_log_likelihood(causal.load(judging), texts)
+  assert row['num_judge_tokens'] == tokens.sum() == row['num_tokens'] - 3
+  assert row['generative_perplexity'] == pytest.approx(
+    np.exp(nats.sum() / tokens.sum()), rel=1e-5
+  )
+  # Five windows of four words, all alike.
+  assert row['repetition'] == pytest.approx(4 / 5 / 3)
+  # In characters of the sampler the same texts have other tokens.
+  row, _ = report_of(tmp_path, f'--texts={path}', f'--checkpoint={sampler}')[
+    'results'
+  ]
+  assert row['num_tokens'] == sum(map(len, texts))
+
+
+@pytest.mark.parametrize(
+  ('arguments', 'message'),
+  [
+    (['--texts=x.txt'], '--texts needs --checkpoint or --judge'),
+    (['--texts=x.txt', '--judge=j', '--steps=4'], '--steps cannot act'),
+    (['--judge_context=8'], '--judge_context cannot act without --judge'),
+    (['--length=4096'], '--length=4096 is more than the length'),
+    (['--judge=none'], 'none/config.json'),
+    (['--texts={bad}', '--checkpoint={sampler}'], r'jsonl, line 2: must be'),
+  ],
+)
+def test_mistakes_are_named(arguments, message, folders, tmp_path):
+  bad = tmp_path / 'bad.jsonl'
+  bad.write_text('{"text": "a"}\n["b"]\n')
+  names = {'bad': bad, 'sampler': folders[0]}
+  with pytest.raises((ValueError, OSError), match=message):
+    script_runner.run(SCRIPT, *(x.format(**names) for x in arguments))
