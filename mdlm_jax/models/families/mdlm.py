@@ -48,11 +48,16 @@ def bd3lm(fields: Fields) -> Layout:
     conditioning_dim=fields['cond_dim'] if fields.get('adaln', True) else None,
     attention_block=fields['block_size'],
   )
-  if not fields.get('var_min'):
+  if not fields.get('var_min', True):
     return layout
-  # The noise levels of its training, where the variance is least.
-  names = 'sampling_eps_min', 'sampling_eps_max'
-  levels = {name: Buffer(np.float32(fields[name])) for name in names}
+  # The range of noise levels of its training, that of least variance.
+  levels = {
+    name: Buffer(np.array(fields.get(name, default), np.float32))
+    for name, default in (
+      ('sampling_eps_min', 1e-3),
+      ('sampling_eps_max', 0.999),
+    )
+  }
   return layout._replace(buffers=layout.buffers | levels)
 
 
