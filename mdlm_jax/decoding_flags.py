@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 from absl import flags
 
-from mdlm_jax import blocks, draws, guidance, named_rules
+from mdlm_jax import blocks, caches, draws, guidance, named_rules
 from mdlm_jax.canvas import Canvas
+from mdlm_jax.models.pretrained import Pretrained
 from mdlm_jax.rules import Rule
 from mdlm_jax.rules.contract import no_noise
-from mdlm_jax.schedules import Schedule, linear
-from mdlm_jax.vocab import Vocab
+from mdlm_jax.schedules import linear
 
 # Flags belong to the program that asks for them, in its --help too.
 flags.disclaim_key_flags()
@@ -25,6 +25,8 @@ Flags = Mapping[str, flags.FlagHolder]
 _KINDS = {float: flags.DEFINE_float, int: flags.DEFINE_integer}
 _DISTRIBUTIONS = ('untempered', 'tempered')
 _NEIGHBOURHOOD = 16
+_REFRESH_INTERVAL = 4
+_CACHES = ('none', 'exact', 'prefix', 'dual', 'delayed')
 
 
 class Chosen(NamedTuple):
@@ -110,7 +112,28 @@ def define() -> Flags:
       'block_length',
       None,
       'Fills the new tokens block after block, of this many each. Default: all '
-      'at once.',
+      'at once; those of the network where it attends by blocks.',
+    ),
+    flags.DEFINE_enum(
+      'cache',
+      None,
+      _CACHES,
+      'What a call computes; of the rest it reads stored keys and values. '
+      'exact: the open block, for a network that attends by blocks (there the '
+      'default). Approximate, for any other: prefix (from the open block on), '
+      'dual (the open block), delayed (what is MASK or has just been written).',
+    ),
+    flags.DEFINE_integer(
+      'refresh_interval',
+      None,
+      'Every so many calls of a block, --cache=delayed computes everything. '
+      f'Default: {_REFRESH_INTERVAL}.',
+    ),
+    flags.DEFINE_bool(
+      'audit_cache',
+      False,
+      'Makes every call without the cache too and shows the largest difference '
+      'of a logit.',
     ),
     flags.DEFINE_enum(
       'eos',
@@ -167,6 +190,12 @@ def check(holders: Flags) -> None:
   scale = holders['cfg_scale'].value
   if not (math.isfinite(scale) and scale >= -1):
     raise ValueError(f'--cfg_scale={scale} must be finite and at least -1')
+  if holders['refresh_interval'].present:
+    if holders['cache'].value != 'delayed':
+      raise ValueError('--refresh_interval needs --cache=delayed')
+    _cache('delayed', holders['refresh_interval'].value)
+  if holders['cache'].value == 'none' and holders['audit_cache'].value:
+    raise ValueError('--audit_cache cannot act with --cache=none')
   if holders['stop_at_eos'].value and holders['eos'].value == 'forbid':
     raise ValueError('--stop_at_eos cannot act with --eos=forbid')
   _rule(holders, 1 if rule.plans else None, linear())
@@ -175,8 +204,7 @@ def check(holders: Flags) -> None:
 
 def decoding_of(
   holders: Flags,
-  vocab: Vocab,
-  schedule: Schedule,
+  model: Pretrained,
   canvas: Canvas,
   *,
   num_equal_rows: int = 1,
@@ -185,8 +213,7 @@ def decoding_of(
 
   Args:
     holders: from `define`, after `check`.
-    vocab: of the model.
-    schedule: that it was trained with.
+    model: gives the vocabulary, the schedule, and who sees whom.
     canvas: what is to be filled in; concrete.
     num_equal_rows: how many rows are alike but for their noise.
 
@@ -195,8 +222,10 @@ def decoding_of(
 
   Raises:
     ValueError: steps that the blocks cannot share, EOS options without an EOS,
-      guidance without a prompt, several rows with nothing random.
+      guidance without a prompt, several rows with nothing random, blocks or a
+      cache that do not fit who sees whom in the network.
   """
+  vocab, attention_block = model.vocab, model.denoiser.attention_block
   value = {name: holder.value for name, holder in holders.items()}
   has_eos_option = value['eos'] != 'off' or value['stop_at_eos']
   if has_eos_option and not vocab.eos_ids:
@@ -204,9 +233,8 @@ def decoding_of(
       f'--eos={value["eos"]}' if value['eos'] != 'off' else '--stop_at_eos'
     )
     raise ValueError(f'{option} cannot act: the model has no end of text (EOS)')
-  windows = None
-  if value['block_length'] is not None:
-    windows = blocks.blocks_of(canvas, value['block_length'])
+  windows = _windows(canvas, value['block_length'], attention_block)
+  cache, interval = _chosen_cache(value, model.denoiser)
   num_blocks = 1 if windows is None else windows.count
   num_steps = None
   if named_rules.RULES[value['rule']].plans:
@@ -215,7 +243,9 @@ def decoding_of(
       num_steps = int(canvas.generation_slots.sum(1).max())
     elif num_steps is None:
       num_steps = windows.count * windows.length
-  rule = _rule(holders, _steps_of_block(value, num_steps, num_blocks), schedule)
+  rule = _rule(
+    holders, _steps_of_block(value, num_steps, num_blocks), model.schedule
+  )
   if (
     num_equal_rows > 1
     and value['temperature'] == 0
@@ -237,14 +267,66 @@ def decoding_of(
       'vocab': vocab,
       'rule': rule,
       'draw': _draw(holders),
-      'schedule': schedule,
+      'schedule': model.schedule,
       'eos_last': value['eos'] == 'last',
       'stop_at_eos': value['stop_at_eos'],
+      'cache': _cache(cache, interval),
+      'audit_cache': value['audit_cache'],
     },
     arrays,
     num_blocks * rule.calls(window),
-    _settings(holders, num_steps),
+    {
+      **_settings(holders, num_steps),
+      'block_length': None if windows is None else windows.length,
+      'cache': cache,
+      'refresh_interval': interval,
+    },
   )
+
+
+def _windows(canvas, length, attention_block) -> blocks.Blocks | None:
+  """The blocks that are opened one after another."""
+  if attention_block is None:
+    return None if length is None else blocks.blocks_of(canvas, length)
+  if length is not None and attention_block % length:
+    raise ValueError(
+      f'--block_length={length} must divide {attention_block}: this network '
+      'attends by blocks of so many tokens'
+    )
+  return blocks.blocks_of(canvas, length or attention_block, aligned=True)
+
+
+def _chosen_cache(value, denoiser) -> tuple[str, int | None]:
+  """The name of the cache policy and its interval, defaults included."""
+  is_exact = denoiser.attention_block is not None and denoiser.time_free
+  name = value['cache'] or ('exact' if is_exact else 'none')
+  if name == 'exact' and denoiser.attention_block is None:
+    raise ValueError(
+      '--cache=exact cannot act: in this network every token sees all others; '
+      'approximate caches are prefix, dual and delayed'
+    )
+  if name == 'none' and value['audit_cache']:
+    raise ValueError('--audit_cache needs --cache')
+  if name != 'delayed':
+    return name, None
+  return name, value['refresh_interval'] or _REFRESH_INTERVAL
+
+
+def _cache(name, interval=None) -> caches.CachePolicy | None:
+  match name:
+    case 'none':
+      return None
+    case 'exact':
+      return caches.exact()
+    case 'prefix':
+      return caches.prefix()
+    case 'dual':
+      return caches.dual()
+    case 'delayed':
+      try:
+        return caches.delayed(interval)
+      except ValueError as error:
+        raise ValueError(f'--refresh_{error}') from None
 
 
 def _steps_of_block(value, num_steps, num_blocks):

@@ -129,9 +129,7 @@ class Sampler:
     size = -(-len(row) // _BUCKET) * _BUCKET
     size = min(size, model.config.max_length)
     filled = canvas.from_rows([row], model.vocab, length=size)
-    chosen = decoding_flags.decoding_of(
-      _DECODING, model.vocab, model.schedule, filled
-    )
+    chosen = decoding_flags.decoding_of(_DECODING, model, filled)
     key = jax.random.fold_in(jax.random.key(_SEED.value), turn)
     arguments = (model.params, key, filled)
     start = time.perf_counter()

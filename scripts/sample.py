@@ -249,6 +249,14 @@ def print_json(model, path, rows, generated: Generated, chosen: Chosen) -> None:
   def of_calls(values):
     return [None if math.isnan(value) else value for value in values.tolist()]
 
+  def of_cache(result, b):
+    record = {}
+    if result.computed is not None:
+      record['computed'] = result.computed[:, b].tolist()
+    if result.cache_error is not None:
+      record['cache_error'] = of_calls(result.cache_error[:, b])
+    return record
+
   for b, row in enumerate(rows):
     ids = result.ids[b, : len(row)]
     record = {
@@ -263,6 +271,7 @@ def print_json(model, path, rows, generated: Generated, chosen: Chosen) -> None:
       'changes': int(result.changes[b].sum()),
       'requested_t': of_calls(result.requested_t[:, b]),
       'masked_fraction': of_calls(result.masked_fraction[:, b]),
+      **of_cache(result, b),
       'settings': settings(model, path, chosen),
     }
     print(json.dumps(record))
@@ -281,6 +290,8 @@ def print_text(model, path, rows, generated, chosen, num_canvases: int) -> None:
     f'{generated.run_seconds:.2f} s, after {generated.compile_seconds:.2f} s '
     'of compilation'
   )
+  if result.computed is not None:
+    print_cache(result, chosen)
   titles = [f'sample {b + 1}' for b in range(len(rows))]
   if _TOUR.value:
     titles = ['from nothing', 'from a prefix', 'into a hole']
@@ -305,6 +316,20 @@ def print_text(model, path, rows, generated, chosen, num_canvases: int) -> None:
     print(model.tokenizer.decode(result.ids[b, : len(row)]))
 
 
+def print_cache(result, chosen) -> None:
+  """What the cache saved, and what it cost."""
+  kind = 'exact' if chosen.static['cache'].is_exact else 'approximate'
+  length = result.ids.shape[1]
+  made = result.computed[result.computed.any(1)]
+  line = (
+    f'--cache={chosen.settings["cache"]} ({kind}): {made.mean():.1f} of '
+    f'{length} tokens computed a call'
+  )
+  if result.cache_error is not None:
+    line += f', logits off by at most {np.nanmax(result.cache_error):.2g}'
+  print(line)
+
+
 def main(argv):
   del argv
   check_flags()  # Before the model is loaded, so that a mistake costs no time.
@@ -314,8 +339,7 @@ def main(argv):
   filled = canvas.from_rows(rows, model.vocab)
   chosen = decoding_flags.decoding_of(
     _DECODING,
-    model.vocab,
-    model.schedule,
+    model,
     filled,
     num_equal_rows=_NUM_SAMPLES.value,
   )

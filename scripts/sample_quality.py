@@ -138,8 +138,7 @@ def write_samples(
   empty = canvas.from_prompts([[]] * size, length, model.vocab)
   chosen = decoding_flags.decoding_of(
     _DECODING,
-    model.vocab,
-    model.schedule,
+    model,
     empty,
     num_equal_rows=_NUM_SAMPLES.value,
   )
