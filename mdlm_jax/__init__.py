@@ -1,13 +1,13 @@
 """Masked diffusion language models in JAX and Flax.
 
 The pure functions are re-exported here, the ways to choose positions as the
-module `rules`. Networks are in `mdlm_jax.models`; text, training and evaluation
-in `mdlm_jax.data`, `mdlm_jax.training` and `mdlm_jax.evaluation`; exact laws on
-small spaces in `mdlm_jax.oracle`; names for command lines in
-`mdlm_jax.named_rules`.
+module `rules`, discrete flow matching as the module `flow`. Networks are in
+`mdlm_jax.models`; text, training and evaluation in `mdlm_jax.data`,
+`mdlm_jax.training` and `mdlm_jax.evaluation`; exact laws on small spaces in
+`mdlm_jax.oracle`; names for command lines in `mdlm_jax.named_rules`.
 """
 
-from mdlm_jax import bound_estimators, draws, likelihood, rules
+from mdlm_jax import bound_estimators, draws, flow, likelihood, rules
 from mdlm_jax.blocks import Blocks, blocks_of, steps_per_block
 from mdlm_jax.canvas import Canvas, from_prompts, from_rows, row_from_template
 from mdlm_jax.constraints import Constraint, constrain
@@ -80,6 +80,7 @@ __all__ = [
   'discrete_times',
   'draws',
   'floor_counts',
+  'flow',
   'from_prompts',
   'from_rows',
   'geometric',

@@ -1,0 +1,330 @@
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flow_exact import (
+  ENTROPY,
+  JOINT,
+  MASK,
+  PATHS,
+  SHARE,
+  STATES,
+  UNIFORM,
+  VOCAB,
+  V,
+  clean_probs,
+  exact_denoiser,
+  token_laws,
+)
+from small_joints import A, B, C
+
+from mdlm_jax import flow, losses
+
+generalised_kl, diffusion_bound, cross_entropy = (
+  jax.jit(loss, static_argnames='path')
+  for loss in (flow.generalised_kl, flow.diffusion_bound, flow.cross_entropy)
+)
+corrupt = jax.jit(flow.corrupt, static_argnames='path')
+BOUNDS = {
+  'generalised_kl': generalised_kl,
+  'diffusion_bound': diffusion_bound,
+}
+INDEX = V * np.asarray(JOINT.strings)[:, 0] + np.asarray(JOINT.strings)[:, 1]
+OF_TOKENS = list(itertools.product((A, B, C), range(V)))  # Clean and noised.
+
+
+@functools.partial(jax.jit, static_argnames=('bound', 'path'))
+def each_row(bound, path, logits, clean_ids, ids, tau):
+  """A bound of many rows, in which nothing visible was replaced by chance."""
+
+  def one_row(logits, clean_ids, ids, tau):
+    noised = flow.Noised(ids[None], (ids != clean_ids)[None])
+    valid = jnp.ones((1, ids.shape[0]), bool)
+    return BOUNDS[bound](
+      logits[None], clean_ids[None], noised, valid, tau[None], path=path
+    ).sum
+
+  return jax.vmap(one_row)(logits, clean_ids, ids, tau)
+
+
+def batch(name, seed=0, shape=(4, 8)):
+  """Random text, noise and logits; some positions are not valid."""
+  rng = np.random.default_rng(seed)
+  clean = jnp.asarray(rng.integers(2, 5, shape))
+  logits = jnp.asarray(rng.normal(size=(*shape, V)).astype(np.float32))
+  logits = logits.at[..., :2].set(-jnp.inf)
+  tau = jnp.asarray(rng.uniform(0.05, 0.95, shape[0]).astype(np.float32))
+  valid = jnp.asarray(rng.random(shape) < 0.8)
+  noised = corrupt(jax.random.key(seed), clean, tau, valid, path=PATHS[name])
+  return logits, clean, noised, valid, tau
+
+
+# The masked source is masked diffusion.
+
+
+@pytest.mark.parametrize('kappa', [flow.linear(), flow.cosine(), flow.cubic()])
+@pytest.mark.parametrize('bound', BOUNDS)
+def test_with_mask_both_bounds_are_the_masked_one(bound, kappa):
+  logits, clean, noised, valid, tau = batch('masked')
+  path = flow.masked(VOCAB, kappa)
+  got = BOUNDS[bound](logits, clean, noised, valid, tau, path=path)
+  log_p = jax.nn.log_softmax(logits)
+  target = jnp.take_along_axis(log_p, clean[..., None], -1)[..., 0]
+  expected = jax.jit(losses.continuous_bound, static_argnames='schedule')(
+    target, noised.replaced, valid, 1 - tau, schedule=flow.as_schedule(kappa)
+  )
+  np.testing.assert_allclose(got.sum, expected.sum, rtol=1e-5)
+  np.testing.assert_array_equal(got.count, expected.count)
+  assert noised.replaced.sum() > 5
+  plain = cross_entropy(logits, clean, noised, valid, path=path)
+  expected = losses.cross_entropy(target, noised.replaced)
+  np.testing.assert_allclose(plain, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+  'loss', [generalised_kl, diffusion_bound, cross_entropy]
+)
+def test_only_masked_positions_carry_weight_under_the_masked_path(loss):
+  logits, clean, noised, valid, tau = batch('masked')
+  times = () if loss is cross_entropy else (tau,)
+
+  def total(logits):
+    return loss(logits, clean, noised, valid, *times, path=PATHS['masked']).sum
+
+  value, slope = jax.value_and_grad(total)(logits)
+  visible = np.asarray(~noised.replaced)
+  assert np.isfinite(value) and np.isfinite(slope).all()
+  np.testing.assert_array_equal(slope[visible], np.zeros((visible.sum(), V)))
+  assert (np.abs(slope[~visible]).max(-1) > 1e-4).all()
+  wild = jnp.where(visible[..., None], 30.0 * logits, logits)
+  np.testing.assert_allclose(total(wild), value, rtol=1e-6)
+
+
+# Both bounds are the generalised KL of rates, summed by brute force.
+
+
+def kl_of_rates(u, v, ids):
+  """sum over y != z of v - u + u log(u / v). `[N, V]` to `[N]`."""
+  off = np.arange(V) != ids[:, None]
+  some = off & (u > 0)
+  u_log = np.where(
+    some, u * np.log(np.where(some, u, 1) / np.where(some, v, 1)), 0
+  )
+  return np.where(off, v - u, 0).sum(-1) + u_log.sum(-1)
+
+
+def random_case(name):
+  """Every clean and noised token that can stand together, x_theta random."""
+  rng = np.random.default_rng(5)
+  pairs = np.array([
+    (x, z) for x, z in OF_TOKENS if token_laws(name, 0.4)[x, z] > 0
+  ])  # fmt: skip
+  theta = np.zeros((len(pairs), V))
+  theta[:, 2:] = rng.dirichlet(np.ones(3), len(pairs))
+  return *pairs.T, theta
+
+
+def library_bound(bound, name, x, z, theta, tau):
+  with jax.enable_x64(True):
+    return np.asarray(
+      each_row(
+        bound, PATHS[name], jnp.log(theta)[:, None], jnp.asarray(x)[:, None],
+        jnp.asarray(z)[:, None], jnp.full(len(x), tau),
+      )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize('tau', [0.05, 0.4, 0.95])
+@pytest.mark.parametrize('name', ['masked', 'uniform'])
+def test_generalised_kl_is_that_of_the_mixture_rates(name, tau):
+  x, z, theta = random_case(name)
+  w = 1 / (1 - tau)
+  uncertain = (z == MASK) | (name != 'masked')
+  u, v = (
+    w * uncertain[:, None] * probs for probs in (np.eye(V)[x], theta)
+  )  # fmt: skip
+  got = library_bound('generalised_kl', name, x, z, theta, tau)
+  np.testing.assert_allclose(got, kl_of_rates(u, v, z), rtol=1e-5, atol=1e-7)
+
+
+def reversed_step(name, t, s, probs, z):
+  """q(z_s | z_t = z, x) for x of law `probs`, by Bayes. `[N, V]`, `[N, V]`.
+
+  Noise levels s < t. The step of the noising process from s to t follows from
+  the laws at both: it keeps the ratio of the kappas, and adds what is missing.
+  """
+  before, after = token_laws(name, 1 - s), token_laws(name, 1 - t)
+  ratio = (after[A, A] - after[B, A]) / (before[A, A] - before[B, A])
+  # A clean id that never occurs: its column is noise only, but for itself.
+  noise = [laws[B] - np.eye(V)[B] * (laws[B, B] - laws[A, B]) for laws in
+           (before, after)]  # fmt: skip
+  fresh = noise[1] - ratio * noise[0]
+  forward = ratio * np.eye(V) + fresh  # q(z_t | z_s), rows z_s.
+  at_s = probs @ before
+  joint = at_s * forward[:, z].T
+  return joint / joint.sum(-1, keepdims=True)
+
+
+@pytest.mark.parametrize('name', PATHS)
+def test_the_diffusion_bound_is_the_limit_of_finite_steps(name):
+  """KL of the true posteriors of n steps, times n; the error falls as 1 / n."""
+  x, z, theta = random_case(name)
+  t = 0.6
+  bound = library_bound('diffusion_bound', name, x, z, theta, 1 - t)
+  errors = []
+  for count in (100, 1000, 10000):
+    q, model = (
+      reversed_step(name, t, t - 1 / count, probs, z)
+      for probs in (np.eye(V)[x], theta)
+    )
+    some = q > 0
+    ratio = np.where(some, q, 1) / np.where(some, model, 1)
+    kl = count * np.where(some, q * np.log(ratio), 0).sum(-1)
+    errors.append(np.abs(kl - bound).max())
+  assert bound.max() > 0.1
+  assert errors[2] < 1e-3 and errors[0] < 0.1
+  if name == 'masked':  # The linear path: every number of steps agrees.
+    assert errors[0] < 1e-6
+  else:
+    assert errors[0] > 8 * errors[1] > 64 * errors[2]
+
+
+@pytest.mark.parametrize('tau', [0.05, 0.4, 0.95])
+def test_the_diffusion_bound_is_udlm_with_a_uniform_source(tau):
+  """As Schiff et al. write it: N clean ids, xbar = N alpha x + 1 - alpha."""
+  x, z, theta = random_case('uniform')
+  n, alpha = 3, tau
+  bar, bar_theta = (
+    (n * alpha * probs + 1 - alpha)[:, 2:] for probs in (np.eye(V)[x], theta)
+  )
+  i = z - 2
+  own, own_theta = (
+    np.take_along_axis(b, i[:, None], 1) for b in (bar, bar_theta)
+  )
+  inner = bar / own * np.log(own_theta * bar / (bar_theta * own))
+  expected = (n / own_theta - n / own)[:, 0] + inner.sum(1)
+  expected /= n * alpha
+  got = library_bound('diffusion_bound', 'uniform', x, z, theta, tau)
+  np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+# The bounds of the exact network, integrated over times, texts and noise.
+
+
+def integrated(bound, name, own, num_nodes=48):
+  """With times dense at both ends, where the hybrid path has square roots."""
+  nodes, weights = np.polynomial.legendre.leggauss(num_nodes)
+  nodes, weights = (nodes + 1) / 2, weights / 2
+  angle = np.pi / 2 * nodes**2 * (3 - 2 * nodes)
+  taus = np.sin(angle) ** 2
+  weights = weights * np.sin(2 * angle) * 3 * np.pi * nodes * (1 - nodes)
+  probs = np.stack([clean_probs(token_laws(name, tau), own) for tau in taus])
+  shape = (num_nodes, len(JOINT.strings), len(STATES))
+  with jax.enable_x64(True):
+    rows = each_row(
+      bound,
+      PATHS[name],
+      jnp.log(np.repeat(probs, shape[1], 0).reshape(-1, 2, V)),
+      jnp.asarray(np.tile(np.repeat(JOINT.strings, shape[2], 0),
+                          (num_nodes, 1))),
+      jnp.asarray(np.tile(STATES, (num_nodes * shape[1], 1))),
+      jnp.repeat(taus, shape[1] * shape[2]),
+    )  # fmt: skip
+  rows = np.asarray(rows, np.float64).reshape(shape)
+  laws = np.stack([token_laws(name, tau) for tau in taus])
+  noise = laws[:, np.asarray(JOINT.strings)[:, None], STATES[None]].prod(-1)
+  rows = np.where(noise > 0, rows, 0) * noise
+  return np.einsum('k,n,kns->', weights, JOINT.probabilities, rows)
+
+
+@pytest.mark.parametrize('name', PATHS)
+def test_the_diffusion_bound_of_the_exact_network_is_the_entropy(name):
+  got = integrated('diffusion_bound', name, own=False)
+  np.testing.assert_allclose(got, ENTROPY, rtol=2e-6)
+
+
+def test_the_posterior_is_not_what_the_diffusion_bound_asks_for():
+  assert integrated('diffusion_bound', 'uniform', own=True) > 1.02 * ENTROPY
+
+
+def test_the_mixture_rates_have_a_gap_with_a_uniform_source():
+  """The conditional process knows which tokens have jumped, the model not."""
+  with_mask = integrated('generalised_kl', 'masked', own=True)
+  np.testing.assert_allclose(with_mask, ENTROPY, rtol=2e-6)
+  gap = integrated('generalised_kl', 'uniform', own=True) - ENTROPY
+  assert gap > 0.05
+  without = integrated('generalised_kl', 'uniform', own=False)
+  assert without - ENTROPY > gap + 0.01
+
+
+# Numbers and shapes.
+
+
+@pytest.mark.parametrize('tau', [1e-3, 0.5, 1 - 1e-6])
+@pytest.mark.parametrize('name', ['uniform', 'hybrid'])
+def test_float32_keeps_the_digits_of_float64(name, tau):
+  x, z, theta = random_case(name)
+  logits = 3 * np.log(np.maximum(theta, 1e-30)).astype(np.float32)
+  logits[:, :2] = -np.inf
+  found = []
+  for dtype in (jnp.float32, jnp.float64):
+    with jax.enable_x64(dtype == jnp.float64):
+      found.append(
+        each_row(
+          'diffusion_bound', PATHS[name], jnp.asarray(logits, dtype)[:, None],
+          jnp.asarray(x)[:, None], jnp.asarray(z)[:, None],
+          jnp.full(len(x), np.float32(tau), dtype),
+        )
+      )  # fmt: skip
+  np.testing.assert_allclose(*found, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize('bound', BOUNDS)
+def test_gradients_are_finite_and_padding_costs_nothing(bound):
+  logits, clean, noised, valid, tau = batch('uniform')
+  logits = logits.at[0, 0].multiply(10.0)
+
+  @jax.jit
+  def total(logits, valid):
+    return BOUNDS[bound](
+      logits, clean, noised, valid, tau, path=PATHS['uniform']
+    ).sum
+
+  slope = jax.jit(jax.grad(total))(logits, valid)
+  assert np.isfinite(slope).all()
+  assert (np.abs(slope).max(-1) > 0)[np.asarray(valid)].all()
+  assert (slope[~valid] == 0).all()
+  assert total(logits, jnp.zeros_like(valid)) == 0
+
+
+def test_cross_entropy_counts_every_valid_token_of_other_sources():
+  logits, clean, noised, valid, _ = batch('uniform')
+  got = cross_entropy(logits, clean, noised, valid, path=PATHS['uniform'])
+  log_p = np.asarray(jax.nn.log_softmax(logits), np.float64)
+  nats = -np.take_along_axis(log_p, np.asarray(clean)[..., None], -1)[..., 0]
+  np.testing.assert_allclose(got.sum, nats[np.asarray(valid)].sum(), rtol=1e-5)
+  assert got.count == valid.sum()
+
+
+def test_the_network_is_asked_at_noise_level_1_minus_tau():
+  """The exact network of the joint, through the library's own door."""
+  ids = jnp.asarray(STATES[(STATES > 1).all(1)])
+  tau = jnp.full(len(ids), 0.3)
+  noised = flow.Noised(ids, jnp.ones(ids.shape, bool))
+  logits = flow.clean_logits(
+    exact_denoiser(PATHS['uniform'], own=False), JOINT, VOCAB, noised, tau,
+    jnp.ones(ids.shape, bool),
+  )  # fmt: skip
+  expected = clean_probs(token_laws('uniform', 0.3), own=False)
+  expected = expected[(STATES > 1).all(1)]
+  np.testing.assert_allclose(jax.nn.softmax(logits), expected, atol=1e-6)
+  assert UNIFORM.sum() == 1 and SHARE < 1
+
+
+def test_the_hybrid_has_no_mixture_rates():
+  logits, clean, noised, valid, tau = batch('hybrid')
+  with pytest.raises(ValueError, match='source that does not depend on tau'):
+    flow.generalised_kl(logits, clean, noised, valid, tau, path=PATHS['hybrid'])

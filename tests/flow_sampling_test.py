@@ -1,0 +1,330 @@
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flow_exact import (
+  JOINT,
+  MASK,
+  PATHS,
+  STATES,
+  VOCAB,
+  V,
+  clean_probs,
+  exact_denoiser,
+  token_laws,
+)
+from small_joints import A, B, C, chi_square, law_of, total_variation
+
+from mdlm_jax import flow, guidance, rules
+from mdlm_jax.canvas import from_rows
+from mdlm_jax.constraints import constrain
+from mdlm_jax.draws import categorical
+from mdlm_jax.oracle import SamplerLaw
+from mdlm_jax.predict import Denoiser
+from mdlm_jax.schedules import cosine, cosine_grid, uniform_grid
+
+GRID = (1.0, 0.7, 0.45, 0.2, 0.0)
+TOKENS = np.arange(V)
+
+
+@functools.partial(jax.jit, static_argnames=('step', 'path'))
+def _jump(step, path, ids, own, tau, next_tau):
+  return step(path, ids, own, tau, next_tau)
+
+
+def jump(step, path, ids, own, tau, next_tau):
+  """The probabilities of a step in float64."""
+  with jax.enable_x64(True):
+    result = _jump(
+      step, path, jnp.asarray(ids), jnp.asarray(own, jnp.float64),
+      jnp.float64(tau), jnp.float64(next_tau),
+    )  # fmt: skip
+  return jax.tree.map(np.asarray, result)
+
+
+def transitions(step, name, probs, ids, tau, next_tau, path=None):
+  """What becomes of each token, given the prediction. Shape `[..., V]`."""
+  own = np.take_along_axis(probs, ids[..., None], -1)[..., 0]
+  path = PATHS[name] if path is None else path
+  to_candidate, to_source = jump(step, path, ids, own, tau, next_tau)
+  stays = 1 - to_candidate - to_source
+  assert (to_candidate >= 0).all() and (to_source >= 0).all()
+  assert (stays >= -1e-12).all()
+  # The noise of the path at next_tau, read off what another token leaves.
+  laws = token_laws(name, next_tau if next_tau < 1 else tau)
+  source = laws[0] - np.eye(V)[0] * laws[0, 0]
+  source = source / source.sum()
+  return (
+    stays[..., None] * np.eye(V)[ids]
+    + to_candidate[..., None] * probs
+    + to_source[..., None] * source
+  )
+
+
+def sampler_law(step, name, own, grid, path=None):
+  """The law of `flow.sample` with the exact network, by matrix products."""
+  taus = 1 - np.asarray(grid)
+  start = token_laws(name, 0.0)[A]
+  law = np.outer(start, start).ravel()
+  for tau, next_tau in itertools.pairwise(taus):
+    probs = clean_probs(token_laws(name, tau), own)
+    each = transitions(step, name, probs, STATES, tau, next_tau, path)
+    law = np.einsum('s,su,sv->uv', law, each[:, 0], each[:, 1]).ravel()
+  found = zip(map(tuple, STATES.tolist()), law.tolist(), strict=True)
+  return SamplerLaw({ids: p for ids, p in found if p > 1e-14}, 0.0)
+
+
+def distance(law, other):
+  keys = law.probabilities.keys() | other.probabilities.keys()
+  pairs = [[x.probabilities.get(k, 0.0) for x in (law, other)] for k in keys]
+  return 0.5 * np.abs(np.diff(pairs)).sum()
+
+
+# One step.
+
+
+def test_an_euler_step_past_the_end_is_cut_off():
+  """h = 1/4: at 3/4 exactly 1, at 0.9 it would be 2.5."""
+  step, path = flow.euler(), PATHS['masked']
+  np.testing.assert_array_equal(jump(step, path, MASK, 0, 0.75, 1.0)[0], 1.0)
+  np.testing.assert_array_equal(jump(step, path, MASK, 0, 0.9, 1.15)[0], 1.0)
+  np.testing.assert_allclose(jump(step, path, MASK, 0, 0.5, 0.6)[0], 0.2)
+  root = flow.masked(VOCAB, flow.polynomial(0.5))
+  rate = 0.5 / np.sqrt(0.1) / (1 - np.sqrt(0.1))
+  assert 0.8 * rate > 1
+  np.testing.assert_array_equal(jump(step, root, MASK, 0, 0.1, 0.9)[0], 1.0)
+  np.testing.assert_allclose(jump(step, root, MASK, 0, 0.1, 0.2)[0], 0.1 * rate)
+
+
+def test_the_three_steps_by_hand():
+  """From tau 0.2 to 0.5, 3 clean ids; b = 1/2 goes on to 0.65."""
+  path = PATHS['uniform']
+  got = jump(flow.exact(), path, B, 0.4, 0.2, 0.5)
+  np.testing.assert_allclose(got, [3 / 8, 0])
+  got = jump(flow.exact(corrector=0.5), path, B, 0.4, 0.2, 0.5)
+  np.testing.assert_allclose(got, [45 / 80 * 50 / 65, 15 / 65])
+  got = jump(flow.euler(corrector=0.5), path, B, 0.4, 0.2, 0.5)
+  np.testing.assert_allclose(got, [1.5 * 3 / 8, 7 / 16])  # The rest, not 3/4.
+  got = jump(flow.ancestral(), path, B, 0.4, 0.2, 0.5)
+  here = 0.2 * 0.4 + 0.8 / 3
+  np.testing.assert_allclose(got, [0.1 / here, 0.1 / here])
+
+
+@pytest.mark.parametrize(
+  ('step', 'name'),
+  [
+    (flow.exact(), 'masked'),
+    (flow.exact(), 'uniform'),
+    (flow.exact(corrector=0.5), 'masked'),
+    (flow.exact(corrector=0.5), 'uniform'),
+    (flow.exact(corrector=4.0), 'uniform'),
+    (flow.ancestral(), 'masked'),
+    (flow.ancestral(), 'uniform'),
+    (flow.ancestral(), 'hybrid'),
+  ],
+)
+@pytest.mark.parametrize('times', [(0.1, 0.35), (0.35, 0.9), (0.9, 1.0)])
+def test_a_known_text_follows_its_path_at_steps_of_any_length(
+  step, name, times
+):
+  known = np.tile(np.eye(V)[A], (V, 1))
+  moved = transitions(step, name, known, TOKENS, *times)
+  before, after = (token_laws(name, tau)[A] for tau in times)
+  np.testing.assert_allclose(before @ moved, after, atol=1e-12)
+  if step is flow.ancestral():  # And so backwards: Bayes' rule.
+    forward = np.where(before > 0, moved.T * before, 0).T
+    np.testing.assert_allclose(forward.sum(0), after, atol=1e-12)
+
+
+@pytest.mark.parametrize('corrector', [0.0, 0.6])
+@pytest.mark.parametrize('name', ['masked', 'uniform'])
+def test_short_steps_are_the_rates(name, corrector):
+  probs = clean_probs(token_laws(name, 0.4), own=True)
+  possible = probs.sum(-1) > 0
+  with jax.enable_x64(True):
+    q = flow.rates(
+      PATHS[name], jnp.asarray(probs), jnp.asarray(STATES),
+      jnp.full(STATES.shape, 0.4), corrector=corrector,
+    )  # fmt: skip
+  for step in (
+    flow.exact(corrector=corrector),
+    flow.euler(corrector=corrector),
+  ):
+    moved = transitions(step, name, probs, STATES, 0.4, 0.4 + 1e-6)
+    change = (moved - np.eye(V)[STATES]) / 1e-6
+    np.testing.assert_allclose(change[possible], q[possible], atol=2e-4)
+
+
+@pytest.mark.parametrize(
+  'step',
+  [flow.euler(), flow.euler(corrector=1.0), flow.exact(corrector=1.0),
+   flow.ancestral()],
+)  # fmt: skip
+def test_no_mask_is_left_after_the_last_of_1_to_20_steps(step):
+  kappas = (flow.linear(), flow.cosine(), flow.polynomial(2.0), flow.cubic())
+  paths = [flow.masked(VOCAB, kappa) for kappa in kappas] + [PATHS['hybrid']]
+  for path in paths if step is flow.ancestral() else paths[:-1]:
+    for count in range(1, 21):
+      last_tau = np.float32(1 - uniform_grid(count)[-2])
+      forward, back = _jump(step, path, jnp.array(MASK), jnp.array(0.0),
+                            jnp.array(last_tau), jnp.array(1.0))  # fmt: skip
+      assert (forward, back) == (1.0, 0.0), (path, count)
+
+
+# The law of the sampler.
+
+
+@pytest.mark.parametrize('grid', [uniform_grid(4), GRID])
+@pytest.mark.parametrize('step', [flow.exact(), flow.ancestral()])
+def test_from_mask_the_flow_has_the_law_of_the_reverse_kernel(step, grid):
+  own = step is flow.exact()
+  law = sampler_law(step, 'masked', own, grid)
+  assert distance(law, law_of(JOINT, rules.kernel(grid))) < 1e-12
+  assert total_variation(law, JOINT) > 0.01
+
+
+def test_another_kappa_is_another_schedule_of_the_kernel():
+  path, grid = flow.masked(VOCAB, flow.cosine()), uniform_grid(3)
+  # The exact network of `sampler_law` only knows what the tokens show.
+  law = sampler_law(flow.exact(), 'masked', True, grid, path)
+  assert distance(law, law_of(JOINT, rules.kernel(grid, cosine()))) < 1e-12
+  other = sampler_law(flow.exact(), 'masked', True, grid)
+  assert distance(law, other) > 1e-3
+  schedule = flow.as_schedule(flow.cosine())
+  assert flow.as_rule(path, grid) is rules.kernel(grid, schedule)
+
+
+def test_the_rule_with_a_corrector_takes_tokens_back():
+  rule = flow.as_rule(PATHS['masked'], GRID, corrector=0.8)
+  law = law_of(JOINT, rule)
+  expected = sampler_law(flow.exact(corrector=0.8), 'masked', True, GRID)
+  assert distance(law, expected) < 1e-9
+  assert distance(law, sampler_law(flow.exact(), 'masked', True, GRID)) > 1e-3
+
+
+@pytest.mark.parametrize(
+  ('step', 'name', 'own'),
+  [
+    (flow.exact(), 'uniform', True),
+    (flow.exact(corrector=0.5), 'uniform', True),
+    (flow.euler(), 'uniform', True),
+    (flow.euler(corrector=0.5), 'uniform', True),
+    (flow.ancestral(), 'uniform', False),
+    (flow.ancestral(), 'hybrid', False),
+  ],
+)
+def test_more_steps_bring_the_law_to_the_data(step, name, own):
+  """First order: at least 1.6 times nearer for twice the steps."""
+  far, near = (
+    total_variation(sampler_law(step, name, own, uniform_grid(n)), JOINT)
+    for n in (32, 64)
+  )
+  assert near < 0.025 and far > 1.6 * near
+
+
+def test_each_network_needs_its_own_step():
+  """The posterior in the ancestral step, and the other way round: biased."""
+  for step, own in ((flow.ancestral(), True), (flow.exact(), False)):
+    law = sampler_law(step, 'uniform', own, uniform_grid(256))
+    assert total_variation(law, JOINT) > 0.02
+
+
+# The compiled sampler.
+
+
+COUNT = 4_000
+WHOLE = from_rows([[None, None]] * COUNT, VOCAB)
+
+
+@pytest.mark.parametrize(
+  ('step', 'name', 'own'),
+  [
+    (flow.exact(corrector=0.5), 'uniform', True),
+    (flow.ancestral(), 'hybrid', False),
+  ],
+)
+def test_samples_have_the_law(step, name, own):
+  result = flow.sample(
+    exact_denoiser(PATHS[name], own), JOINT, jax.random.key(0), WHOLE,
+    vocab=VOCAB, path=PATHS[name], grid=GRID, step=step, trajectory=True,
+  )  # fmt: skip
+  statistic, freedom = chi_square(
+    sampler_law(step, name, own, GRID), result.ids
+  )
+  # Five standard deviations above the mean: a false alarm in 10^4 or rarer.
+  assert statistic < freedom + 5 * np.sqrt(2 * freedom)
+  assert result.calls == 4 and result.finite.all()
+  start = np.asarray(result.trajectory[0])
+  assert (start > 1).all() if name == 'uniform' else (start == MASK).all()
+  np.testing.assert_array_equal(result.trajectory[-1], result.ids)
+
+
+@functools.cache
+def table():
+  """Fixed logits of every position, which are its params."""
+
+  def features(params, cache, ids, *, positions, **unused):
+    del cache, ids, unused
+    return params[positions], ()
+
+  return Denoiser(features, lambda params, hidden: hidden, time_free=True)
+
+
+LOGITS = jnp.asarray(np.random.default_rng(0).normal(size=(6, V)), jnp.float32)
+ROWS = [[A, None, None, B], [None] * 6, [C, C, None], [MASK, 0, None, None, A]]
+CANVAS = from_rows(ROWS, VOCAB)
+OPEN = np.asarray(CANVAS.generation_slots)
+GREEDY = categorical(temperature=0.0)
+
+
+def run(canvas=CANVAS, key=0, logits=LOGITS, path='hybrid', **options):
+  options = {'step': flow.ancestral(), 'grid': uniform_grid(5)} | options
+  return flow.sample(
+    table(), logits, jax.random.key(key), canvas, vocab=VOCAB,
+    path=PATHS[path], trajectory=True, **options,
+  )  # fmt: skip
+
+
+def test_what_is_given_stays_and_a_row_does_not_depend_on_its_batch():
+  whole = run()
+  for canvas in np.asarray(whole.trajectory):
+    np.testing.assert_array_equal(canvas[~OPEN], CANVAS.ids[~OPEN])
+  assert (whole.ids[OPEN] > 1).all()
+  order = jnp.array([2, 2, 0, 3])
+  others = run(jax.tree.map(lambda x: x[order], CANVAS), row_ids=order)
+  np.testing.assert_array_equal(others.ids, whole.ids[order])
+  assert (run(key=1).ids != whole.ids).any()
+
+
+def test_candidates_obey_draw_constraint_and_guidance():
+  """Uniform noise is drawn at the start, where the greedy draw says nothing."""
+  only_c = [[None if given else [C] for given in row] for row in [
+    [True, False, False, True], [False] * 6
+  ]] + [[None] * 3, [None] * 5]  # fmt: skip
+  result = run(
+    path='uniform', step=flow.exact(), draw=GREEDY,
+    constraint=constrain(CANVAS, only_c, VOCAB),
+    guidance=guidance.guide(CANVAS, VOCAB, 1.0),
+  )  # fmt: skip
+  best = np.tile(2 + np.asarray(LOGITS[:, 2:]).argmax(-1), (4, 1))
+  best[:2] = C
+  np.testing.assert_array_equal(result.ids[OPEN], best[OPEN])
+  assert result.calls == 10
+  start = np.asarray(result.trajectory[0])
+  assert (start[OPEN] > 1).all() and (start[OPEN] != best[OPEN]).any()
+
+
+def test_bad_grids_logits_and_paths_are_refused():
+  with pytest.raises(ValueError, match='a grid must fall strictly'):
+    run(grid=(1.0, 0.5, -0.25))
+  with pytest.raises(ValueError, match=r'non-finite logits.*\(row 1\)'):
+    run(logits=LOGITS.at[5].set(jnp.nan))  # Compiled above.
+  with pytest.raises(ValueError, match='source that does not depend on tau'):
+    run(step=flow.exact())
+  with pytest.raises(ValueError, match='must be finite and at least 0'):
+    flow.exact(corrector=-1.0)
+  with pytest.raises(ValueError, match='a rule begins with MASK'):
+    flow.as_rule(PATHS['uniform'], cosine_grid(3))
