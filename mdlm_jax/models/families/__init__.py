@@ -4,6 +4,9 @@ A family is a `TransformerConfig` and a table of names. Those known, by the
 `architectures` of config.json:
 
   LLaDAModelLM         LLaDA 8B and LLaDA 1.5, dense (Nie et al., 2025)
+  LLaDAMoEModelLM      LLaDA-MoE (Zhu et al., 2025), a mixture of experts
+  LLaDA2MoeModelLM     LLaDA2.0 and 2.1 (Bie et al., 2025), mixtures of experts
+                       that attend by blocks
   DreamModel           Dream (Ye et al., 2025), Dream-Coder, DiffuCoder: Qwen2
                        layers, logits shifted by one
   A2DQwen3LMHeadModel  Qwen3 layers made bidirectional
@@ -13,8 +16,7 @@ A family is a `TransformerConfig` and a table of names. Those known, by the
   MDLM                 adaLN layers (Sahoo et al., 2024)
   BD3LM                the same, attending by blocks (Arriola et al., 2025)
 
-Mixtures of experts are not among them. A field that asks for something else
-than these layers is an error.
+A field that asks for something else than these layers is an error.
 
 Causal language models, which have no MASK and can only judge samples (`judge`):
 LlamaForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM.
@@ -22,7 +24,15 @@ LlamaForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM.
 
 from typing import Any
 
-from mdlm_jax.models.families import llada, llama, mdlm, qwen, smdm
+from mdlm_jax.models.families import (
+  llada,
+  llada2,
+  llada_moe,
+  llama,
+  mdlm,
+  qwen,
+  smdm,
+)
 from mdlm_jax.models.families.contract import Fields, Layout, Mapping
 
 __all__ = ['Layout', 'Mapping', 'causal_layout', 'layout']
@@ -73,11 +83,15 @@ def _architecture(content):
   if str(content.get('name', '')).startswith('Diff_LLaMA'):
     return 'SMDM'
   model_type = str(content.get('model_type'))
+  if model_type == 'llada' and 'num_experts' in content:
+    return 'LLaDAMoEModelLM'  # Its configuration class has the same name.
   return _MODEL_TYPES.get(model_type, model_type)
 
 
 _FAMILIES = {
   'LLaDAModelLM': llada.llada,
+  'LLaDAMoEModelLM': llada_moe.llada_moe,
+  'LLaDA2MoeModelLM': llada2.llada2,
   'DreamModel': qwen.dream,
   'A2DQwen3LMHeadModel': qwen.a2d_qwen3,
   'SMDM': smdm.smdm,
@@ -91,6 +105,8 @@ _CAUSAL = {
 }
 _MODEL_TYPES = {
   'llada': 'LLaDAModelLM',
+  'lladamoe': 'LLaDAMoEModelLM',
+  'llada2_moe': 'LLaDA2MoeModelLM',
   'Dream': 'DreamModel',
   'a2d-qwen3': 'A2DQwen3LMHeadModel',
   'mdlm': 'MDLM',
