@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+import script_runner
 
 from mdlm_jax import draws, predict, rules, sampling_step, schedules
 from mdlm_jax.blocks import blocks_of, window_of
@@ -466,3 +467,24 @@ def test_bd3lm_writes_the_tokens_of_its_ancestral_sampler():
   )
   np.testing.assert_array_equal(ids, golden['ids'])
   assert next(uniforms, None) is None
+
+
+@pytest.mark.parametrize('name, block', [('mdlm', 16), ('bd3lm', BLOCK)])
+def test_the_script_writes_the_surest_tokens_one_at_a_time(capsys, name, block):
+  """Of the open block; in blocks where the network attends by blocks."""
+  model, ids = MODELS[name], np.array([[1, 5, *[MASK] * 14]] * 2)
+  for _ in range(14):
+    found = logits(model.params, model.config, ids)[0, :, :MASK]
+    masked = np.flatnonzero(ids[0] == MASK)
+    masked = masked[masked // block == masked[0] // block]
+    p = np.asarray(jax.nn.softmax(found[masked]))
+    slot = p.max(-1).argmax()
+    ids[:, masked[slot]] = p[slot].argmax()
+  script_runner.run(
+    'sample.py', f'--checkpoint={FOLDERS[name]}', '--prompt_ids=1,5',
+    '--temperature=0', '--json',
+  )  # fmt: skip
+  record = json.loads(capsys.readouterr().out)
+  assert record['ids'] == ids[0].tolist()
+  # Two of the steps of the first block find nothing to write.
+  assert record['calls'] == {'mdlm': 14, 'bd3lm': 16}[name]
