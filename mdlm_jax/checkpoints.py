@@ -100,6 +100,25 @@ def restore(
   return loaded['state']
 
 
+def latest_state(checkpointer: ocp.training.Checkpointer) -> dict[str, Any]:
+  """The latest checkpoint's state by field, on the default device.
+
+  Its structure and the devices that it was saved from need not be known.
+
+  Raises:
+    ValueError: the checkpoint is damaged.
+  """
+  place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+  with _readable(checkpointer):
+    target = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+      checkpointer.metadata(checkpointer.latest).metadata,
+    )
+    return checkpointer.load_checkpointables(
+      checkpointer.latest, {'state': target}
+    )['state']
+
+
 @contextlib.contextmanager
 def _readable(checkpointer):
   """One message for whatever a checkpoint that cannot be read raises."""

@@ -20,7 +20,13 @@ import safetensors
 import safetensors.flax
 
 from mdlm_jax import schedules
-from mdlm_jax.models import json_files, param_tree, published, transformer
+from mdlm_jax.models import (
+  hub_tokenizer,
+  json_files,
+  param_tree,
+  published,
+  transformer,
+)
 from mdlm_jax.models.config import ExpertsConfig
 from mdlm_jax.models.pretrained import Pretrained
 from mdlm_jax.tokenizer import Tokenizer
@@ -53,6 +59,8 @@ _LATER_FIELDS = {
   'num_dense_layers',
 }
 _ARCHITECTURE = 'mdlm_jax'
+# In config.json: that the tokenizer came with a published model.
+_OF_HUB = 'hub_tokenizer'
 DTYPES = ('float32', 'bfloat16')
 _PACKAGED = pathlib.Path(__file__).parents[1] / 'pretrained' / 'sotu'
 
@@ -64,7 +72,7 @@ def save(
   config: transformer.TransformerConfig,
   params: transformer.Params,
   vocab: Vocab,
-  tokenizer: Tokenizer,
+  tokenizer: Tokenizer | hub_tokenizer.HubTokenizer,
   *,
   schedule: str = 'linear',
   dtype: str = 'float32',
@@ -98,6 +106,8 @@ def save(
     'vocab': dataclasses.asdict(vocab),
     'schedule': schedule,
   }
+  if isinstance(tokenizer, hub_tokenizer.HubTokenizer):
+    content[_OF_HUB] = True
   weights = {
     key: np.asarray(leaf).astype(dtype) for key, leaf in weights.items()
   }
@@ -139,7 +149,13 @@ def load(
   if 'architecture' not in content:
     return published.load(directory, dtype=dtype, sharding=sharding)
   config, vocab, schedule = _read_config(content, directory / _CONFIG)
-  tokenizer = Tokenizer.load(directory / _TOKENIZER)
+  if content.get(_OF_HUB, False):
+    files = hub_tokenizer.read_files(directory)
+    if files.backend is None:
+      raise FileNotFoundError(f'no such file: {directory / _TOKENIZER}')
+    tokenizer = hub_tokenizer.HubTokenizer(files.backend, vocab)
+  else:
+    tokenizer = Tokenizer.load(directory / _TOKENIZER)
   _check_roles(config, vocab, tokenizer)
   if dtype is not None:
     config = dataclasses.replace(config, dtype=dtype)

@@ -125,6 +125,10 @@ class HubTokenizer:
       for masked, run in runs
     )
 
+  def to_json(self) -> str:
+    """The content of `tokenizer.json`."""
+    return self.backend.to_str()
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class NoTokenizer:

@@ -59,6 +59,13 @@ def modulate(x, shift, scale):
   return x * (1 + scale) + shift
 
 
+def embedding_scale(config: TransformerConfig) -> float:
+  """The factor of the embedded ids."""
+  if config.embedding_scale is None:
+    return config.model_dim**0.5 / _LOGIT_STD
+  return config.embedding_scale
+
+
 class Block(nnx.Module):
   """Attention, then an MLP, each normed before and added to the stream."""
 
@@ -168,10 +175,7 @@ class Outer(nnx.Module):
       rows = jnp.matmul(one_hot, table, precision='highest')
     else:
       rows = table[ids]
-    scale = self.config.embedding_scale
-    if scale is None:
-      scale = self.config.model_dim**0.5 / _LOGIT_STD
-    return (rows * scale).astype(self.config.dtype)
+    return (rows * embedding_scale(self.config)).astype(self.config.dtype)
 
   def embed_time(self, t):
     """What modulates norms and branches, `[B, W]` to `[B, W, c]`, or None."""
