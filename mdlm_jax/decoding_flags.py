@@ -4,6 +4,7 @@
 turns them into the arguments of `sampling.sample` for one model and canvas.
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from absl import flags
 
 from mdlm_jax import blocks, caches, draws, guidance, named_rules
 from mdlm_jax.canvas import Canvas
+from mdlm_jax.models import transformer
 from mdlm_jax.models.pretrained import Pretrained
 from mdlm_jax.rules import Rule
 from mdlm_jax.rules.contract import no_noise
@@ -112,7 +114,14 @@ def define() -> Flags:
       'block_length',
       None,
       'Fills the new tokens block after block, of this many each. Default: all '
-      'at once; those of the network where it attends by blocks.',
+      'at once; those of the network where it attends by blocks, to which '
+      'another length applies too.',
+    ),
+    flags.DEFINE_integer(
+      'attention_block',
+      None,
+      'For a network that attends by blocks: how many tokens see one another '
+      'and nothing later. Default: --block_length, else as it was trained.',
     ),
     flags.DEFINE_enum(
       'cache',
@@ -183,7 +192,7 @@ def check(holders: Flags) -> None:
     )
   _check_steps(holders, rule)
   _check_score(holders, rule)
-  for flag in ('steps', 'block_length'):
+  for flag in ('steps', 'block_length', 'attention_block'):
     value = holders[flag].value
     if value is not None and value < 1:
       raise ValueError(f'--{flag}={value} must be at least 1')
@@ -202,6 +211,54 @@ def check(holders: Flags) -> None:
   _draw(holders)
 
 
+def attending(holders: Flags, model: Pretrained) -> Pretrained:
+  """The model, attending by blocks as the flags ask.
+
+  Published decoders have one length for both: of the blocks that are opened one
+  after another, and of those by which the network attends.
+
+  Raises:
+    ValueError: an attention block that does not divide that of the network, or
+      for a network in which every token sees all others.
+  """
+  own, asked = model.config.attention_block, holders['attention_block'].value
+  if own is None:
+    if asked is not None:
+      raise ValueError(
+        f'--attention_block={asked} cannot act: in this network every token '
+        'sees all others; --block_length opens new tokens block after block'
+      )
+    return model
+  flag = 'attention_block' if asked is not None else 'block_length'
+  length = holders[flag].value
+  if length is None or length == own:
+    return model
+  if own % length:
+    raise ValueError(
+      f'--{flag}={length} must divide {own}: this network attends by blocks of '
+      'so many tokens'
+    )
+  config = dataclasses.replace(model.config, attention_block=length)
+  return model._replace(config=config, denoiser=transformer.denoiser(config))
+
+
+def whole_blocks(
+  rows: list[list[int | None]], model: Pretrained
+) -> list[list[int | None]]:
+  """Rows to decode: one that ends open, to the end of a block.
+
+  So a network that attends by blocks never sees a part of one. What is more is
+  generated and cut off. Without blocks the rows stay as they are.
+  """
+  length = model.config.attention_block or 1
+  result = []
+  for row in rows:
+    size = min(-(-len(row) // length) * length, model.config.max_length)
+    is_open = bool(row) and row[-1] is None
+    result.append(row + [None] * (size - len(row)) if is_open else row)
+  return result
+
+
 def decoding_of(
   holders: Flags,
   model: Pretrained,
@@ -213,7 +270,8 @@ def decoding_of(
 
   Args:
     holders: from `define`, after `check`.
-    model: gives the vocabulary, the schedule, and who sees whom.
+    model: from `attending`; gives the vocabulary, the schedule, and who sees
+      whom.
     canvas: what is to be filled in; concrete.
     num_equal_rows: how many rows are alike but for their noise.
 
@@ -278,6 +336,7 @@ def decoding_of(
     {
       **_settings(holders, num_steps),
       'block_length': None if windows is None else windows.length,
+      'attention_block': attention_block,
       'cache': cache,
       'refresh_interval': interval,
     },

@@ -229,6 +229,14 @@ RULES: dict[str, NamedRule] = {
     plans=False,
     scores=_ANY_SCORE,
   ),
+  'quota_threshold': NamedRule(
+    'every candidate above some confidence, at least as many as planned',
+    lambda n, schedule, threshold, grid: rules.quota_threshold(
+      n, threshold, counts=COUNTS[grid](n)
+    ),
+    {'threshold': 0.95, 'grid': 'uniform'},
+    scores=_ANY_SCORE,
+  ),
   'factor': NamedRule(
     'the more confident the candidates, the more of them',
     lambda n, schedule, factor: rules.factor(factor),
@@ -387,7 +395,7 @@ def readers(setting: str) -> list[str]:
 
   Example:
     >>> readers('threshold')
-    ['threshold', 'klass']
+    ['threshold', 'quota_threshold', 'klass']
   """
   return [name for name, rule in RULES.items() if setting in rule.settings]
 

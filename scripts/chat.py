@@ -125,7 +125,7 @@ class Sampler:
 
   def __call__(self, prompt: list[int], turn: int) -> Answer:
     model, length = self._model, self._length
-    row = [*prompt, *[None] * length]
+    [row] = decoding_flags.whole_blocks([[*prompt, *[None] * length]], model)
     size = -(-len(row) // _BUCKET) * _BUCKET
     size = min(size, model.config.max_length)
     filled = canvas.from_rows([row], model.vocab, length=size)
@@ -147,7 +147,7 @@ class Sampler:
     jax.effects_barrier()  # The last words of `on_call`.
     sampling.check_finite(result)
     result = jax.device_get(result)
-    num_tokens = int(result.num_tokens[0])
+    num_tokens = min(int(result.num_tokens[0]), length)
     ids = result.ids[0, len(prompt) :][:num_tokens]
     return Answer(
       model.tokenizer.decode(ids[~np.isin(ids, model.vocab.eos_ids)]),
@@ -161,6 +161,7 @@ class Sampler:
 def make_speaker() -> Speaker:
   """What the flags ask for."""
   path, model = model_flags.load(_MODEL)
+  model = decoding_flags.attending(_DECODING, model)
   if isinstance(model.tokenizer, hub_tokenizer.NoTokenizer):
     raise ValueError(f'{path} has no tokenizer.json, so there is no text')
   template = chat_template.read(path)

@@ -14,7 +14,7 @@ Decoding has independent axes (docs/decoding.md):
   values      --temperature --top_k --top_p --min_p --repetition_penalty
               --cfg_scale
   positions   --rule, its settings, --score, --steps
-  blocks      --block_length --eos --stop_at_eos
+  blocks      --block_length --attention_block --eos --stop_at_eos
   correction  --rule=remdm_..., p2 and others; --edit_threshold and
               --refine_rounds beside any rule
 """
@@ -201,6 +201,11 @@ class Generated(NamedTuple):
   compile_seconds: float
   run_seconds: float
 
+  def cut(self, num_new: list[int]) -> 'Generated':
+    """Counts at most so many generated tokens of each row."""
+    num_tokens = np.minimum(self.result.num_tokens, num_new)
+    return self._replace(result=self.result._replace(num_tokens=num_tokens))
+
 
 def generate(
   model: directory.Pretrained,
@@ -334,9 +339,11 @@ def main(argv):
   del argv
   check_flags()  # Before the model is loaded, so that a mistake costs no time.
   path = directory.find(_CHECKPOINT.value)
-  model = directory.load(path)
+  model = decoding_flags.attending(_DECODING, directory.load(path))
   rows = make_rows(model)
-  filled = canvas.from_rows(rows, model.vocab)
+  filled = canvas.from_rows(
+    decoding_flags.whole_blocks(rows, model), model.vocab
+  )
   chosen = decoding_flags.decoding_of(
     _DECODING,
     model,
@@ -359,6 +366,7 @@ def main(argv):
   )
   if progress is not None:
     progress.close()
+  generated = generated.cut([row.count(None) for row in rows])
   if _JSON.value:
     print_json(model, path, rows, generated, chosen)
   else:

@@ -16,7 +16,13 @@ command lines are in `mdlm_jax.named_rules`.
 """
 
 from mdlm_jax.rules import sigmas
-from mdlm_jax.rules.adaptive import entropy_bound, factor, klass, threshold
+from mdlm_jax.rules.adaptive import (
+  entropy_bound,
+  factor,
+  klass,
+  quota_threshold,
+  threshold,
+)
 from mdlm_jax.rules.contract import Proposal, Row, Rule, Update
 from mdlm_jax.rules.correction import (
   bert_planner,
@@ -57,6 +63,7 @@ __all__ = [
   'left_to_right',
   'maskgit',
   'path_planning',
+  'quota_threshold',
   'refined',
   'remasking',
   'self_planner',

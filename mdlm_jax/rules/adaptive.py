@@ -1,7 +1,8 @@
 """As many slots per call as the prediction allows.
 
-Every rule here writes at least one MASK slot per call while there is one, so a
-window of K slots needs at most K calls. Ties go to the lowest position.
+Every rule here writes at least one MASK slot per call while there is one (where
+quotas are planned, while they are above 0), so a window of K slots needs at
+most K calls. Ties go to the lowest position.
 """
 
 import math
@@ -16,6 +17,7 @@ from mdlm_jax.draws import negative_entropy
 from mdlm_jax.interning import interned
 from mdlm_jax.reverse import top_eligible
 from mdlm_jax.rules.contract import Proposal, Row, Rule, Update
+from mdlm_jax.schedules import plan_counts
 
 
 @interned
@@ -48,6 +50,55 @@ def threshold(value: float) -> Rule:
     return Update(passed | _best(row, proposal), state)
 
   return _until_filled(update)
+
+
+@interned
+def quota_threshold(
+  num_steps: int, value: float, *, counts: Callable = plan_counts
+) -> Rule:
+  """All slots of confidence above `value`, and never fewer than planned.
+
+  Where fewer slots than the quota of the call exceed `value`, the quota's best
+  are written (the decoder of LLaDA2, Bie et al. 2025, arXiv 2512.15745, as it
+  was published with the weights). Quotas are those of a window without prompt:
+  one that is partly filled is done earlier. LLaDA2.1 wants one slot a call at
+  least, which is `num_steps` of the window's length, and edits: `editing`
+  around this rule.
+
+  With an exact denoiser it is exact only where it writes one slot at a time, by
+  a score that does not depend on the drawn token.
+
+  Args:
+    num_steps: most network calls of a window, at least 1.
+    value: in units of the draw's score, finite; only what is strictly above it
+      exceeds it.
+    counts: `counts(num_slots, num_steps) -> [num_steps]`: the quotas, whose sum
+      is `num_slots`.
+
+  Returns:
+    The rule.
+
+  Raises:
+    ValueError: for a `value` that is not finite, or as `counts` raises.
+
+  Example:
+    >>> quota_threshold(4, 0.95).calls(num_slots=10)
+    4
+  """
+  _check(value, 'value', minimum=-math.inf)
+  counts(0, num_steps)  # Raises now and not inside a trace.
+
+  def init(noise, row, num_ids):
+    del noise, num_ids
+    return counts(row.masked.shape[0], num_steps), None
+
+  def update(noise, step, row, proposal, quotas):
+    del noise
+    passed = row.masked & (proposal.confidence > value)
+    best = top_eligible(proposal.confidence, row.masked, quotas[step])
+    return Update(passed | best, quotas)
+
+  return Rule(lambda num_slots: num_steps, update, init=init, adaptive=True)
 
 
 @interned
