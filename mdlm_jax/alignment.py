@@ -43,13 +43,7 @@ def shifted_features(
   slots = at
   if at is None:
     slots = jnp.broadcast_to(jnp.arange(length), (batch, length))
-  before = jnp.maximum(slots - 1, 0)
-  follows = jnp.take_along_axis(valid, before, 1)
-  if segments is not None:
-    follows &= jnp.take_along_axis(segments, before, 1) == (
-      jnp.take_along_axis(segments, slots, 1)
-    )
-  source = jnp.where(follows, before, slots)
+  source = _read_at(slots, valid, segments)
   if at is None:
     asked, start = None, 0
   else:
@@ -60,3 +54,47 @@ def shifted_features(
   )
   picked = jnp.take_along_axis(hidden, (source - start)[..., None], 1)
   return picked, cache
+
+
+def shifted_pair(
+  noisy: Float[Array, 'B L d'],
+  clean: Float[Array, 'B L d'],
+  blocks: Int[Array, 'B L'],
+  valid: Bool[Array, 'B L'],
+  segments: Int[Array, 'B L'] | None,
+) -> Float[Array, 'B L d']:
+  """Hidden states that speak of each slot, of noisy text beside clean text.
+
+  As in `shifted_features`; the slot before the first one of a block is in a
+  block that is clean by then, and is read there.
+
+  Args:
+    noisy: hidden states of the noisy slots, see `Denoiser.paired`.
+    clean: hidden states of the clean slots. Shape `[B, L, d]`.
+    blocks: number of the block of each slot. Shape `[B, L]`.
+    valid: False at padding. Shape `[B, L]`.
+    segments: document of each slot when several are packed in a row.
+
+  Returns:
+    Hidden states, one for each slot.
+  """
+  slots = jnp.broadcast_to(jnp.arange(valid.shape[1]), valid.shape)
+  source = _read_at(slots, valid, segments)
+  same_block = jnp.take_along_axis(blocks, source, 1) == blocks
+  source = source[..., None]
+  return jnp.where(
+    same_block[..., None],
+    jnp.take_along_axis(noisy, source, 1),
+    jnp.take_along_axis(clean, source, 1),
+  )
+
+
+def _read_at(slots, valid, segments):
+  """The slots where those of the tokens at `slots` are read."""
+  before = jnp.maximum(slots - 1, 0)
+  follows = jnp.take_along_axis(valid, before, 1)
+  if segments is not None:
+    follows &= jnp.take_along_axis(segments, before, 1) == (
+      jnp.take_along_axis(segments, slots, 1)
+    )
+  return jnp.where(follows, before, slots)

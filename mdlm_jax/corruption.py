@@ -27,7 +27,7 @@ class Corruption(NamedTuple):
 def corrupt(
   key: Key[Array, ''],
   clean_ids: Int[Array, 'B L'],
-  t: Float[Array, 'B'],
+  t: Float[Array, 'B'] | Float[Array, 'B L'],
   valid: Bool[Array, 'B L'],
   *,
   mask_id: int,
@@ -46,7 +46,8 @@ def corrupt(
   Args:
     key: the key of this step, consumed.
     clean_ids: shape `[B, L]`.
-    t: noise level per row, in [0, 1]. Shape `[B]`.
+    t: noise level of each row or of each slot, in [0, 1]. Shape `[B]` or
+      `[B, L]`.
     valid: False at padding, which never changes. Shape `[B, L]`.
     mask_id: the id of MASK.
     schedule: the masking schedule.
@@ -71,7 +72,8 @@ def corrupt(
     row_ids = jnp.arange(num_rows)
   if positions is None:
     positions = jnp.broadcast_to(jnp.arange(length), clean_ids.shape)
-  chex.assert_shape([t, row_ids], (num_rows,))
+  chex.assert_shape(row_ids, (num_rows,))
+  chex.assert_shape(t, (num_rows, length)[: t.ndim])
   uniforms = jax.vmap(noise.position_uniforms)(
     noise.row_keys(key, row_ids), noise.packed_positions(positions, segments)
   )
@@ -84,7 +86,7 @@ def corrupt(
 def corrupt_with_noise(
   uniforms: Float[Array, 'B L'],
   clean_ids: Int[Array, 'B L'],
-  mask_probability: Float[Array, 'B'],
+  mask_probability: Float[Array, 'B'] | Float[Array, 'B L'],
   eligible: Bool[Array, 'B L'],
   *,
   mask_id: int,
@@ -94,7 +96,8 @@ def corrupt_with_noise(
   Args:
     uniforms: in [0, 1). Shape `[B, L]`.
     clean_ids: shape `[B, L]`.
-    mask_probability: probability of MASK per row. Shape `[B]`.
+    mask_probability: probability of MASK, of each row or of each slot. Shape
+      `[B]` or `[B, L]`.
     eligible: positions that may be masked. Shape `[B, L]`.
     mask_id: the id of MASK.
 
@@ -112,6 +115,8 @@ def corrupt_with_noise(
   """
   chex.assert_equal_shape([uniforms, clean_ids, eligible])
   chex.assert_type(eligible, bool)
-  masked = eligible & (uniforms < mask_probability[:, None])
+  if mask_probability.ndim == 1:
+    mask_probability = mask_probability[:, None]
+  masked = eligible & (uniforms < mask_probability)
   # int32, or a narrow dtype of the ids would wrap the mask id.
   return Corruption(jnp.where(masked, jnp.int32(mask_id), clean_ids), masked)

@@ -2,8 +2,9 @@
 
 All of them read the log-probability that the network gives to the clean token
 and the map of masked positions; a visible token costs nothing, whatever the
-network says about it. Sums and counts of batches and devices are added, and
-divided once.
+network says about it. Noise levels are those of rows or, where blocks of a row
+have their own (Arriola et al. 2025, arXiv 2503.09573), of slots. Sums and
+counts of batches and devices are added, and divided once.
 """
 
 from typing import NamedTuple
@@ -39,7 +40,7 @@ def continuous_bound(
   target_log_probs: Float[Array, 'B L'],
   masked: Bool[Array, 'B L'],
   valid: Bool[Array, 'B L'],
-  t: Float[Array, 'B'],
+  t: Float[Array, 'B'] | Float[Array, 'B L'],
   *,
   schedule: schedules.Schedule = schedules.linear(),
 ) -> Total:
@@ -56,7 +57,8 @@ def continuous_bound(
     masked: the masked positions, from the corruption. Shape `[B, L]`.
     valid: the positions the bound is about; for the bound of an answer given a
       prompt, the answer. Shape `[B, L]`.
-    t: the noise level used for the corruption, in (0, 1]. Shape `[B]`.
+    t: the noise level used for the corruption, in (0, 1]. Shape `[B]` or
+      `[B, L]`.
     schedule: the masking schedule used for the corruption.
 
   Returns:
@@ -81,7 +83,7 @@ def discrete_bound(
   target_log_probs: Float[Array, 'B L'],
   masked: Bool[Array, 'B L'],
   valid: Bool[Array, 'B L'],
-  t: Float[Array, 'B'],
+  t: Float[Array, 'B'] | Float[Array, 'B L'],
   *,
   num_steps: int,
   schedule: schedules.Schedule = schedules.linear(),
@@ -98,7 +100,7 @@ def discrete_bound(
     masked: the masked positions. Shape `[B, L]`.
     valid: the positions the bound is about. Shape `[B, L]`.
     t: the noise level used for the corruption, on the grid 1/T, ..., 1 (see
-      `time_draws.discrete_times`). Shape `[B]`.
+      `time_draws.discrete_times`). Shape `[B]` or `[B, L]`.
     num_steps: number T of steps, at least 1.
     schedule: the masking schedule used for the corruption.
 
@@ -149,7 +151,7 @@ def answer_loss(
   target_log_probs: Float[Array, 'B L'],
   masked: Bool[Array, 'B L'],
   answer: Bool[Array, 'B L'],
-  t: Float[Array, 'B'],
+  t: Float[Array, 'B'] | Float[Array, 'B L'],
   *,
   schedule: schedules.Schedule = schedules.linear(),
 ) -> Total:
@@ -161,7 +163,8 @@ def answer_loss(
     target_log_probs: as in `continuous_bound`. Shape `[B, L]`.
     masked: the masked positions. Shape `[B, L]`.
     answer: the positions of the answer. Shape `[B, L]`.
-    t: the noise level used for the corruption, in (0, 1]. Shape `[B]`.
+    t: the noise level used for the corruption, in (0, 1]. Shape `[B]` or
+      `[B, L]`.
     schedule: the masking schedule used for the corruption.
 
   Returns:
@@ -169,7 +172,7 @@ def answer_loss(
     answer.
   """
   lengths = jnp.sum(answer, axis=1)
-  weight = schedule.weight(t) / jnp.maximum(lengths, 1)
+  weight = _by_slot(schedule.weight(t)) / jnp.maximum(lengths, 1)[:, None]
   return Total(
     _weighted_sum(target_log_probs, masked, answer, weight),
     _count(lengths > 0),
@@ -201,16 +204,22 @@ def carry_over(
 
 
 def _weighted_sum(target_log_probs, masked, valid, weight):
-  """Sum of weight[b] * -log p where masked and valid, in float32."""
+  """Sum of weight * -log p where masked and valid, in float32."""
   chex.assert_equal_shape([target_log_probs, masked, valid])
   chex.assert_type([masked, valid], bool)
-  chex.assert_shape(weight, masked.shape[:1])
+  weight = _by_slot(weight)
+  chex.assert_shape(weight, (masked.shape[0], {1, masked.shape[1]}))
   masked &= valid
   # Both factors are replaced before the product: 0 * inf would give NaN in the
   # value or in the gradient.
-  weight = jnp.where(masked, weight[:, None], 0.0)
+  weight = jnp.where(masked, weight, 0.0)
   nats = jnp.where(masked, -target_log_probs, 0.0)
   return jnp.sum(weight * nats, dtype=jnp.float32)
+
+
+def _by_slot(weight):
+  """[B] as [B, 1]."""
+  return weight[:, None] if weight.ndim == 1 else weight
 
 
 def _count(positions):

@@ -128,6 +128,7 @@ def _prepare(config: ConfigDict) -> Run:
     schedule=schedules.named_schedule(config.loss.schedule),
     times=time_draws.named_times(config.loss.times),
     t_min=config.loss.t_min,
+    t_max=config.loss.get('t_max', 1.0),
     weight_power=config.loss.weight_power,
   )
   init_key, train_key = jax.random.split(jax.random.key(config.seed))

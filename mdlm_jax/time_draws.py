@@ -1,4 +1,4 @@
-"""Draws of the noise level t of each row of a batch.
+"""Draws of the noise level t of each row of a batch, or of each block.
 
 Every draw is noise keyed by the row's id within the global batch, then a
 deterministic part: a row gets the same time however the batch is split.
@@ -19,6 +19,7 @@ def iid_times(
   num_rows: int,
   *,
   t_min: float = 0.0,
+  t_max: float = 1.0,
 ) -> Float[Array, 'B']:
   """Independent uniform times.
 
@@ -28,13 +29,14 @@ def iid_times(
       gets the same time however the batch is split. Shape `[B]`.
     num_rows: rows of the global batch; no effect here, an argument because the
       three draws are interchangeable.
-    t_min: lower end of the range, in [0, 1).
+    t_min: lower end of the range, at least 0.
+    t_max: upper end, at least `t_min`, above 0 and at most 1.
 
   Returns:
-    float32 in (t_min, 1]. Shape `[B]`.
+    float32 in (t_min, t_max]. Shape `[B]`.
   """
   del num_rows
-  return _stretch(_row_uniforms(key, row_ids), t_min)
+  return _stretch(_row_uniforms(key, row_ids), t_min, t_max)
 
 
 def stratified_times(
@@ -43,22 +45,24 @@ def stratified_times(
   num_rows: int,
   *,
   t_min: float = 0.0,
+  t_max: float = 1.0,
 ) -> Float[Array, 'B']:
   """One uniform time per row, each within its own stratum (MDLM).
 
-  Row i of N has its time in the i-th of N equal parts of (t_min, 1].
+  Row i of N has its time in the i-th of N equal parts of (t_min, t_max].
 
   Args:
     key: consumed.
     row_ids: as in `iid_times`. Shape `[B]`.
     num_rows: rows N of the global batch.
-    t_min: lower end of the range, in [0, 1).
+    t_min: lower end of the range, at least 0.
+    t_max: upper end, at least `t_min`, above 0 and at most 1.
 
   Returns:
-    float32 in (t_min, 1]. Shape `[B]`.
+    float32 in (t_min, t_max]. Shape `[B]`.
   """
   uniforms = _row_uniforms(key, row_ids)
-  return _stretch(stratify(uniforms, row_ids, num_rows), t_min)
+  return _stretch(stratify(uniforms, row_ids, num_rows), t_min, t_max)
 
 
 def systematic_times(
@@ -67,6 +71,7 @@ def systematic_times(
   num_rows: int,
   *,
   t_min: float = 0.0,
+  t_max: float = 1.0,
 ) -> Float[Array, 'B']:
   """One random offset for equally spaced times (MD4's antithetic times).
 
@@ -74,13 +79,52 @@ def systematic_times(
     key: consumed.
     row_ids: as in `iid_times`. Shape `[B]`.
     num_rows: rows N of the global batch.
-    t_min: lower end of the range, in [0, 1).
+    t_min: lower end of the range, at least 0.
+    t_max: upper end, at least `t_min`, above 0 and at most 1.
 
   Returns:
-    float32 in (t_min, 1]. Shape `[B]`.
+    float32 in (t_min, t_max]. Shape `[B]`.
   """
   offset = 1.0 - jax.random.uniform(key)
-  return _stretch(spread(offset, row_ids, num_rows), t_min)
+  return _stretch(spread(offset, row_ids, num_rows), t_min, t_max)
+
+
+def block_times(
+  times: Callable,
+  key: Key[Array, ''],
+  row_ids: Int[Array, 'B'],
+  num_rows: int,
+  *,
+  length: int,
+  block: int,
+  **limits: float,
+) -> Float[Array, 'B L']:
+  """A time for every block of every row, drawn over rows and blocks together.
+
+  Block diffusion masks each block at a level of its own (Arriola et al. 2025,
+  arXiv 2503.09573, section 3.2). Blocks are numbered over the global batch and
+  turned round by a random number, or the first blocks of rows would have lower
+  levels than the last where levels are stratified by number.
+
+  Args:
+    times: the draw for numbered rows, such as `stratified_times`.
+    key: consumed.
+    row_ids: as in `iid_times`. Shape `[B]`.
+    num_rows: rows of the global batch.
+    length: slots L of a row.
+    block: slots of a block, the last of a row may have fewer.
+    **limits: `t_min` and `t_max` of the draw.
+
+  Returns:
+    float32 in (t_min, t_max], equal within a block. Shape `[B, L]`.
+  """
+  turn_key, times_key = jax.random.split(key)
+  blocks_per_row = -(-length // block)
+  num_blocks = num_rows * blocks_per_row
+  numbers = row_ids[:, None] * blocks_per_row + jnp.arange(blocks_per_row)[None]
+  turned = numbers.reshape(-1) + jax.random.randint(turn_key, (), 0, num_blocks)
+  t = times(times_key, turned % num_blocks, num_blocks, **limits)
+  return jnp.repeat(t.reshape(numbers.shape), block, axis=1)[:, :length]
 
 
 def stratify(
@@ -171,8 +215,8 @@ def _row_uniforms(key, row_ids):
   return 1.0 - jax.vmap(jax.random.uniform)(noise.row_keys(key, row_ids))
 
 
-def _stretch(uniforms, t_min):
-  """(0, 1] -> (t_min, 1]."""
-  if not 0 <= t_min < 1:
-    raise ValueError(f'{t_min=} must lie in [0, 1)')
-  return t_min + (1.0 - t_min) * uniforms
+def _stretch(uniforms, t_min, t_max):
+  """(0, 1] -> (t_min, t_max]."""
+  if not 0 <= t_min <= t_max <= 1 or not t_max:
+    raise ValueError(f'0 <= {t_min=} <= {t_max=} <= 1 and t_max > 0 must hold')
+  return t_min + (t_max - t_min) * uniforms

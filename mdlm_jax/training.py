@@ -4,6 +4,7 @@ Everything random in a step is a function of (seed, step, row), so a run that
 was stopped and resumed equals one that was not.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -187,9 +188,14 @@ def train_step(
   schedule: schedules.Schedule = schedules.linear(),
   times: Callable = time_draws.stratified_times,
   t_min: float = 0.0,
+  t_max: float = 1.0,
   weight_power: float = 1.0,
 ) -> Callable[[TrainState, dict, Array], tuple[TrainState, Metrics]]:
   """The compiled update on the continuous-time bound, its weights tempered.
+
+  A network that attends by blocks is trained by block diffusion (Arriola et al.
+  2025, arXiv 2503.09573): each block has its own noise level and is given the
+  clean blocks before it.
 
   Args:
     denoiser: the network.
@@ -199,6 +205,9 @@ def train_step(
     schedule: the masking schedule.
     times: draw of the noise levels, such as `time_draws.stratified_times`.
     t_min: smallest noise level; bounds the weight -alpha'/(1 - alpha).
+    t_max: largest. A narrow range makes the gradient vary less, see
+      `block_diffusion.variance_by_range`; what is reported as the bound is then
+      the mean over that range, and no bound.
     weight_power: the loss weighs by this power of that weight: 1 is the bound
       itself, 0 the unweighted cross-entropy. A power between makes the gradient
       vary less; what is reported is the bound whatever it is.
@@ -206,16 +215,18 @@ def train_step(
   Returns:
     `step(state, batch, key) -> (state, metrics)`. The state is donated. The
     batch has `ids` int32 `[B, L]`, `valid` bool `[B, L]` and `row_ids` `[B]`,
-    ids within the global batch of B rows. `key` is the run's, the same at
-    every step.
+    ids within the global batch of B rows; it may have `given` bool `[B, L]`,
+    tokens such as BOS that are never masked and not counted. `key` is the
+    run's, the same at every step.
 
   Raises:
-    ValueError: `ema_decay` or `t_min` outside [0, 1), `weight_power` outside
-      [0, 1].
+    ValueError: `ema_decay` outside [0, 1), `weight_power` outside [0, 1], not
+      0 <= `t_min` <= `t_max` <= 1 with `t_max` above 0.
   """
-  for name, value in (('ema_decay', ema_decay), ('t_min', t_min)):
-    if not 0 <= value < 1:
-      raise ValueError(f'{name}={value} must be at least 0 and below 1')
+  if not 0 <= ema_decay < 1:
+    raise ValueError(f'{ema_decay=} must be at least 0 and below 1')
+  if not 0 <= t_min <= t_max <= 1 or not t_max:
+    raise ValueError(f'0 <= {t_min=} <= {t_max=} <= 1 and t_max > 0 must hold')
   if not 0 <= weight_power <= 1:
     raise ValueError(f'{weight_power=} must be from 0 to 1')
   objective = schedule._replace(
@@ -225,7 +236,15 @@ def train_step(
   def loss(params, batch, key):
     times_key, corruption_key = jax.random.split(key)
     ids, valid, row_ids = batch['ids'], batch['valid'], batch['row_ids']
-    t = times(times_key, row_ids, ids.shape[0], t_min=t_min)
+    num_rows, length = ids.shape
+    draw = times
+    block = denoiser.attention_block
+    if block is not None and block < length:
+      draw = functools.partial(
+        time_draws.block_times, times, length=length, block=block
+      )
+    t = draw(times_key, row_ids, num_rows, t_min=t_min, t_max=t_max)
+    given = batch.get('given')
     log_probs, masked = predict.corrupted_log_probs(
       denoiser,
       params,
@@ -236,11 +255,14 @@ def train_step(
       vocab=vocab,
       schedule=schedule,
       row_ids=row_ids,
+      given=given,
     )
+    if given is not None:
+      valid &= ~given
     bound = losses.continuous_bound(
       log_probs, masked, valid, t, schedule=schedule
     )
-    rows = jnp.float32(ids.shape[0])
+    rows = jnp.float32(num_rows)
     empty = jnp.sum(~masked.any(1), dtype=jnp.float32)
     objective_value = losses.continuous_bound(
       log_probs, masked, valid, t, schedule=objective
