@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from mdlm_jax import sampling_step
+from mdlm_jax import network_call, sampling_step
 from mdlm_jax.blocks import Blocks, Window, window_of
 from mdlm_jax.canvas import Canvas
 from mdlm_jax.constraints import Constraint
@@ -24,7 +24,7 @@ from mdlm_jax.guidance import Guidance
 from mdlm_jax.interning import interned
 from mdlm_jax.predict import Denoiser, Prediction
 from mdlm_jax.rules import Row, Rule
-from mdlm_jax.sampling_step import Decoding, Inputs
+from mdlm_jax.sampling_state import Decoding, Inputs, window_rows
 from mdlm_jax.schedules import Schedule, linear
 from mdlm_jax.vocab import Vocab
 
@@ -260,7 +260,7 @@ class _View(NamedTuple):
 
 
 def _look(decoding, inputs, window, step, states):
-  prediction, _ = sampling_step.predict_window(
+  prediction, _ = network_call.predict_window(
     decoding, inputs, step, states, window
   )
   mass = context_matches(inputs.params, states.ids, decoding.vocab)
@@ -268,7 +268,7 @@ def _look(decoding, inputs, window, step, states):
   return _View(
     prediction,
     sampling_step.draw_context(decoding, inputs, states.ids, window),
-    sampling_step.window_rows(decoding, inputs, states.ids, window),
+    window_rows(decoding, inputs, states.ids, window),
     sampling_step.needs_call(decoding, inputs, states, window),
     mass > 0,
   )
@@ -278,7 +278,7 @@ def _propose(decoding, inputs, window, step, states, noise):
   proposals, states = sampling_step.propose_where_needed(
     decoding, inputs, noise, step, states, window
   )
-  rows = sampling_step.window_rows(decoding, inputs, states.ids, window)
+  rows = window_rows(decoding, inputs, states.ids, window)
   offered, _ = sampling_step.offered_rows(decoding, rows, proposals)
   return states, proposals, offered
 

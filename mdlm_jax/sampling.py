@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from mdlm_jax import endings, sampling_step
+from mdlm_jax import endings, network_call, sampling_step
 from mdlm_jax.blocks import Blocks, window_of
 from mdlm_jax.caches import CachePolicy
 from mdlm_jax.canvas import Canvas
@@ -20,7 +20,7 @@ from mdlm_jax.guidance import Guidance
 from mdlm_jax.noise import row_keys
 from mdlm_jax.predict import Denoiser
 from mdlm_jax.rules import Rule
-from mdlm_jax.sampling_step import Decoding, Inputs
+from mdlm_jax.sampling_state import Decoding, Inputs, is_masked
 from mdlm_jax.schedules import Schedule, linear
 from mdlm_jax.vocab import Vocab
 
@@ -307,7 +307,7 @@ def _sample(decoding, inputs, keys, blocks, *, trajectory, on_call):
     )
     return (state.ids, state.finite, state.stored, log), None
 
-  stored = sampling_step.start_cache(
+  stored = network_call.start_cache(
     decoding, inputs, window_of(blocks, 0, canvas)
   )
   log = _empty_log(decoding, most, canvas, trajectory)
@@ -375,7 +375,7 @@ def _empty_log(decoding, most: int, canvas: Canvas, trajectory: bool) -> _Log:
 def _record(decoding, log, index, needed, made, before, after, canvas) -> _Log:
   """The log with one more call."""
   vocab = decoding.vocab
-  masked = sampling_step.is_masked(before.ids, canvas, vocab)
+  masked = is_masked(before.ids, canvas, vocab)
   share = masked.sum(1) / jnp.maximum(canvas.generation_slots.sum(1), 1)
   is_mask = after.ids == vocab.mask_id
   replaced = (log.last_ids != vocab.mask_id) & ~is_mask

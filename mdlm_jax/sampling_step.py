@@ -4,8 +4,7 @@ Everything here is a pure function of its arguments and its noise;
 `sampling.sample` repeats it, `oracle.sampler_law` enumerates it.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,117 +12,23 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from mdlm_jax import endings
 from mdlm_jax.blocks import Window, at, put
-from mdlm_jax.caches import CachePolicy, Computed, View
 from mdlm_jax.canvas import Canvas
-from mdlm_jax.constraints import Constraint
-from mdlm_jax.draws import Context, Draw, DrawNoise
-from mdlm_jax.guidance import Guidance
+from mdlm_jax.draws import Context, DrawNoise
+from mdlm_jax.network_call import predict_window
 from mdlm_jax.noise import packed_positions
-from mdlm_jax.predict import Denoiser, Prediction, predict
 from mdlm_jax.reverse import commit
-from mdlm_jax.rules import Proposal, Row, Rule
+from mdlm_jax.rules import Proposal, Row
+from mdlm_jax.sampling_state import (
+  Decoding,
+  Inputs,
+  Kept,
+  SamplerState,
+  StepNoise,
+  Stored,
+  is_masked,
+  window_rows,
+)
 from mdlm_jax.schedules import Schedule
-from mdlm_jax.vocab import Vocab
-
-
-class Decoding(NamedTuple):
-  """Everything static about a sampler; hashable. See `sampling.sample`."""
-
-  denoiser: Denoiser
-  vocab: Vocab
-  rule: Rule
-  draw: Draw
-  schedule: Schedule
-  planner: Callable | None = None
-  eos_last: bool = False
-  stop_at_eos: bool = False
-  cache: CachePolicy | None = None
-  audit_cache: bool = False
-
-
-class Inputs(NamedTuple):
-  """Everything traced that is the same at every call."""
-
-  params: Any
-  canvas: Canvas
-  guidance: Guidance | None = None
-  constraint: Constraint | None = None
-  planner_params: Any = None
-
-
-class StepNoise(NamedTuple):
-  """All noise of one call, a row each.
-
-  Attributes:
-    draw: of the draw.
-    rule: of the rule's update.
-    init: of the rule's init, read at the first call of a window.
-  """
-
-  draw: DrawNoise
-  rule: Any
-  init: Any
-
-
-class Kept(NamedTuple):
-  """What a rule that `reuses` keeps in place of a call.
-
-  Attributes:
-    candidate_ids: `[B, K]`.
-    confidence: `[B, K]`.
-    changed: rows whose canvas changed since. Shape `[B]`.
-  """
-
-  candidate_ids: Int[Array, 'B K']
-  confidence: Float[Array, 'B K']
-  changed: Bool[Array, 'B']
-
-
-class Stored(NamedTuple):
-  """What a call leaves to the next under a cache policy.
-
-  Attributes:
-    cache: of the network.
-    ids: the token with which each slot was last computed, -1 before. Shape
-      `[B, L]`.
-    computed: slots that the last call computed. Shape `[B]`.
-    error: largest difference of a logit that mattered in the last call from its
-      value without a cache, NaN where it is not asked for. Shape `[B]`.
-  """
-
-  cache: Any
-  ids: Int[Array, 'B L']
-  computed: Int[Array, 'B']
-  error: Float[Array, 'B']
-
-
-class SamplerState(NamedTuple):
-  """What one call hands to the next.
-
-  Attributes:
-    ids: the canvas as it is. Shape `[B, L]`.
-    t: noise level of the next call. Shape `[B]`.
-    rule_state: the rule's own state, one per row.
-    done: rows with nothing left to do in this window. Shape `[B]`.
-    finite: whether all logits were usable so far. Shape `[B]`.
-    kept: the proposal, for a rule that `reuses`.
-    stored: under a cache policy.
-  """
-
-  ids: Int[Array, 'B L']
-  t: Float[Array, 'B']
-  rule_state: Any
-  done: Bool[Array, 'B']
-  finite: Bool[Array, 'B']
-  kept: Kept | None = None
-  stored: Stored | None = None
-
-
-def is_masked(
-  ids: Int[Array, 'B L'], canvas: Canvas, vocab: Vocab
-) -> Bool[Array, 'B L']:
-  """Generation slots whose token is MASK; no draw can write a MASK there."""
-  return canvas.generation_slots & (ids == vocab.mask_id)
 
 
 def step_noise(
@@ -195,108 +100,6 @@ def needs_call(
     return ~state.done
   rows = window_rows(decoding, inputs, state.ids, window)
   return ~state.done & state.kept.changed & rows.masked.any(1)
-
-
-def start_cache(
-  decoding: Decoding, inputs: Inputs, window: Window
-) -> Stored | None:
-  """What is stored before the first call: nothing, in arrays of their size.
-
-  Raises:
-    ValueError: the network keeps no cache.
-  """
-  if decoding.cache is None:
-    return None
-  ids = inputs.canvas.ids
-  batch = ids.shape[0]
-  state = SamplerState(ids, jnp.zeros(batch), (), None, None)
-  shapes = jax.eval_shape(
-    lambda: _ask(decoding, inputs, 0, state, window, None, None)[1]
-  )
-  if not jax.tree.leaves(shapes):
-    raise ValueError('a cache policy needs a network that keeps a cache')
-  return Stored(
-    jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes),
-    jnp.full_like(ids, -1),
-    jnp.zeros(batch, jnp.int32),
-    jnp.full(batch, jnp.nan, jnp.result_type(float)),
-  )
-
-
-def predict_window(
-  decoding: Decoding,
-  inputs: Inputs,
-  step: Int[Array, ''] | int,
-  state: SamplerState,
-  window: Window,
-) -> tuple[Prediction, Stored | None]:
-  """What the network says about the window as it is, and what it stores."""
-  stored = state.stored
-  if stored is None:
-    return _ask(decoding, inputs, step, state, window, None, None)[0], None
-  slots = computed_slots(decoding, inputs, step, state, window)
-  width = window.open.shape[1]
-  sizes = decoding.cache.sizes(
-    state.ids.shape[1], width, decoding.denoiser.attention_block
-  )
-  prediction, cache = _ask(
-    decoding, inputs, step, state, window, stored.cache, Computed(slots, sizes)
-  )
-  error = stored.error
-  if decoding.audit_cache:
-    plain, _ = _ask(decoding, inputs, step, state, window, None, None)
-    masked = window_rows(decoding, inputs, state.ids, window).masked
-    drawable = jnp.isfinite(plain.logits) & masked[..., None]
-    difference = jnp.abs(prediction.logits - plain.logits)
-    error = jnp.where(drawable, difference, 0.0).max((1, 2))
-  ids = jnp.where(slots, state.ids, stored.ids)
-  return prediction, Stored(cache, ids, slots.sum(1), error)
-
-
-def computed_slots(
-  decoding: Decoding,
-  inputs: Inputs,
-  step: Int[Array, ''] | int,
-  state: SamplerState,
-  window: Window,
-) -> Bool[Array, 'B L']:
-  """The slots that a call computes under the cache policy."""
-  canvas = inputs.canvas
-  is_open = put(jnp.zeros(canvas.ids.shape, bool), window.open, window.slots)
-  view = View(
-    jnp.asarray(step),
-    is_open,
-    is_masked(state.ids, canvas, decoding.vocab),
-    canvas.valid & (state.ids != state.stored.ids),
-    canvas.positions,
-  )
-  attention_block = decoding.denoiser.attention_block
-  slots = decoding.cache.computed(view, attention_block)
-  if decoding.denoiser.shifted:  # The token of a slot is read one before it.
-    slots |= jnp.roll(slots, -1, axis=1).at[:, -1].set(False)
-  return slots & canvas.valid
-
-
-def _ask(decoding, inputs, step, state, window, cache, computed):
-  """One network call, or two under guidance, for the window."""
-  canvas = inputs.canvas
-  calls = decoding.rule.calls(window.open.shape[1])
-  return predict(
-    decoding.denoiser,
-    inputs.params,
-    cache,
-    state.ids,
-    vocab=decoding.vocab,
-    t=state.t,
-    valid=canvas.valid,
-    positions=canvas.positions,
-    segments=canvas.segments,
-    at=window.slots,
-    step=window.block * calls + step,
-    guidance=inputs.guidance,
-    constraint=inputs.constraint,
-    computed=computed,
-  )
 
 
 def propose(
@@ -455,17 +258,6 @@ def apply_rule(
     kept = Kept(proposal.candidate_ids, proposal.confidence, changed.any(1))
   return SamplerState(
     canvas_ids, t, update.state, done, state.finite, kept, state.stored
-  )
-
-
-def window_rows(
-  decoding: Decoding, inputs: Inputs, ids: Int[Array, 'B L'], window: Window
-) -> Row:
-  """The rows of a window, as batched maps."""
-  ids = at(ids, window.slots)
-  masked = window.open & (ids == decoding.vocab.mask_id)
-  return Row(
-    ids, window.open, masked, at(inputs.canvas.positions, window.slots)
   )
 
 

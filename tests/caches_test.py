@@ -7,7 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mdlm_jax import caches, draws, guidance, rules, sampling, sampling_step
+from mdlm_jax import (
+  caches,
+  draws,
+  guidance,
+  network_call,
+  rules,
+  sampling,
+  sampling_state,
+)
 from mdlm_jax.blocks import blocks_of, window_of
 from mdlm_jax.canvas import from_prompts, from_rows
 from mdlm_jax.models import transformer
@@ -124,22 +132,22 @@ def test_stored_keys_of_a_clean_block_are_those_of_a_fresh_pass():
   """Not those of the last noisy state, in which some of it was MASK."""
   denoiser, params = network(4)
   canvas = from_prompts([[5, 6, 7, 8]], 8, VOCAB)
-  decoding = sampling_step.Decoding(
+  decoding = sampling_state.Decoding(
     denoiser, VOCAB, rules.by_confidence(1), GREEDY, linear(),
     cache=caches.exact(),
   )  # fmt: skip
-  inputs = sampling_step.Inputs(params, canvas)
+  inputs = sampling_state.Inputs(params, canvas)
   blocks = blocks_of(canvas, 4)
-  stored = sampling_step.start_cache(
+  stored = network_call.start_cache(
     decoding, inputs, window_of(blocks, 0, canvas)
   )
   clean = canvas.ids.at[0, 4:8].set(jnp.array([9, 3, 4, 12]))
   for block, ids in enumerate([canvas.ids, clean]):
     window = window_of(blocks, block, canvas)
-    state = sampling_step.SamplerState(
+    state = sampling_state.SamplerState(
       ids, jnp.ones(1), (), None, None, stored=stored
     )
-    _, stored = jax.jit(sampling_step.predict_window, static_argnums=0)(
+    _, stored = jax.jit(network_call.predict_window, static_argnums=0)(
       decoding, inputs, 0, state, window
     )
   _, fresh = denoiser.features(

@@ -8,7 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mdlm_jax import blocks, guidance, sampling, sampling_step
+from mdlm_jax import (
+  blocks,
+  guidance,
+  sampling,
+  sampling_state,
+  sampling_step,
+)
 from mdlm_jax.canvas import Canvas, from_prompts, from_rows
 from mdlm_jax.draws import Draw, DrawNoise, categorical, probability
 from mdlm_jax.models import directory
@@ -216,14 +222,14 @@ def replay(canvas, propose, noise_of_steps, length):
   """The calls of the sampler, with recorded noise `[steps, B, L, ...]`."""
   windows = blocks.blocks_of(canvas, length)
   per_block = len(noise_of_steps) // windows.count
-  static = sampling_step.Decoding(
+  static = sampling_state.Decoding(
     MODEL.denoiser,
     VOCAB,
     by_confidence(per_block),
     Draw((), propose, ()),
     linear(),
   )
-  inputs = sampling_step.Inputs(MODEL.params, canvas)
+  inputs = sampling_state.Inputs(MODEL.params, canvas)
   ids, finite = canvas.ids, jnp.ones(len(canvas.ids), bool)
   rows = jnp.arange(len(ids))[:, None]
   seen = []
