@@ -260,6 +260,39 @@ def test_the_mixture_rates_have_a_gap_with_a_uniform_source():
   assert without - ENTROPY > gap + 0.01
 
 
+def expected_slope(bound, name, own, tau=0.4):
+  """Gradient in the exact logits of every state, averaged over the text."""
+  laws = token_laws(name, tau)
+  noise = laws[np.asarray(JOINT.strings)[:, None], STATES[None]].prod(-1)
+  text, state = np.nonzero(noise)
+  weights = (JOINT.probabilities[:, None] * noise)[text, state]
+  clean, ids = np.asarray(JOINT.strings)[text], STATES[state]
+
+  def total(logits):
+    rows = each_row(
+      bound, PATHS[name], logits[state], jnp.asarray(clean), jnp.asarray(ids),
+      jnp.full(len(ids), tau),
+    )  # fmt: skip
+    return (weights * rows).sum()
+
+  with jax.enable_x64(True):
+    logits = jnp.log(clean_probs(laws, own))
+    return np.abs(jax.grad(total)(logits)[np.unique(state)]).max()
+
+
+@pytest.mark.parametrize(
+  ('bound', 'name', 'own'),
+  [
+    ('generalised_kl', 'uniform', True),
+    ('diffusion_bound', 'uniform', False),
+    ('diffusion_bound', 'hybrid', False),
+  ],
+)
+def test_each_bound_is_least_at_its_own_conditional(bound, name, own):
+  assert expected_slope(bound, name, own) < 1e-7
+  assert expected_slope(bound, name, not own) > 1e-3
+
+
 # Numbers and shapes.
 
 
@@ -286,6 +319,9 @@ def test_float32_keeps_the_digits_of_float64(name, tau):
 def test_gradients_are_finite_and_padding_costs_nothing(bound):
   logits, clean, noised, valid, tau = batch('uniform')
   logits = logits.at[0, 0].multiply(10.0)
+  # Padding holds an id that may not be drawn.
+  clean = jnp.where(valid, clean, VOCAB.pad_id)
+  noised = noised._replace(ids=jnp.where(valid, noised.ids, VOCAB.pad_id))
 
   @jax.jit
   def total(logits, valid):
@@ -298,6 +334,10 @@ def test_gradients_are_finite_and_padding_costs_nothing(bound):
   assert (np.abs(slope).max(-1) > 0)[np.asarray(valid)].all()
   assert (slope[~valid] == 0).all()
   assert total(logits, jnp.zeros_like(valid)) == 0
+  narrow = total(logits.astype(jnp.bfloat16).astype(jnp.float32), valid)
+  np.testing.assert_allclose(
+    total(logits.astype(jnp.bfloat16), valid), narrow, rtol=1e-6
+  )
 
 
 def test_cross_entropy_counts_every_valid_token_of_other_sources():

@@ -1,5 +1,7 @@
 import functools
 import itertools
+import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -229,7 +231,7 @@ def test_each_network_needs_its_own_step():
   """The posterior in the ancestral step, and the other way round: biased."""
   for step, own in ((flow.ancestral(), True), (flow.exact(), False)):
     law = sampler_law(step, 'uniform', own, uniform_grid(256))
-    assert total_variation(law, JOINT) > 0.02
+    assert total_variation(law, JOINT) > 0.2
 
 
 # The compiled sampler.
@@ -315,6 +317,21 @@ def test_candidates_obey_draw_constraint_and_guidance():
   assert result.calls == 10
   start = np.asarray(result.trajectory[0])
   assert (start[OPEN] > 1).all() and (start[OPEN] != best[OPEN]).any()
+
+
+def test_the_program_of_the_docs_runs(capsys):
+  docs = pathlib.Path(__file__).parents[1] / 'docs' / 'flow.md'
+  (program,) = re.findall(r'```python\n(.*?)```', docs.read_text(), re.DOTALL)
+  key, sampling_key = jax.random.split(jax.random.key(0))
+  names = {
+    'denoiser': table(), 'params': jnp.zeros((6, V)), 'vocab': VOCAB,
+    'key': key, 'sampling_key': sampling_key, 'canvas': CANVAS,
+    'clean_ids': jnp.full((2, 6), A), 'tau': jnp.array([0.3, 0.6]),
+    'valid': jnp.ones((2, 6), bool),
+  }  # fmt: skip
+  exec(program, names)
+  assert names['loss'].mean > 0 and (names['result'].ids[OPEN] > 1).all()
+  assert capsys.readouterr().out
 
 
 def test_bad_grids_logits_and_paths_are_refused():

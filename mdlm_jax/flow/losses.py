@@ -95,10 +95,8 @@ def cross_entropy(
     Sum in nats and number of the positions that count.
   """
   counts = _uncertain(noised, valid, path)
-  nats = -_log_prob_of(clean_ids, logits)
-  return Total(
-    _sum_where(counts, nats, 1.0), jnp.sum(counts, dtype=jnp.float32)
-  )
+  nats = -_log_prob_of(clean_ids, _at_least_float32(logits))
+  return Total(_sum_where(counts, nats, 1.0), _count(counts))
 
 
 def generalised_kl(
@@ -149,16 +147,13 @@ def generalised_kl(
     1.3862944
   """
   check_stationary(path)
-  moved = noised.ids != clean_ids
-  # Both where a token moved: 0 * inf would give NaN in the gradient.
+  logits = _at_least_float32(logits)
+  counts = _uncertain(noised, valid, path)
+  moved = counts if path.source.absorbing else noised.ids != clean_ids
   nats = jnp.where(moved, -_log_prob_of(clean_ids, logits), 0.0)
   nats += ~moved - jnp.exp(_log_prob_of(noised.ids, logits))
   weight = path.kappa.derivative(tau) / path.kappa.complement(tau)
-  counts = _uncertain(noised, valid, path)
-  return Total(
-    _sum_where(counts, nats, weight[:, None]),
-    _count(valid),
-  )
+  return Total(_sum_where(counts, nats, weight[:, None]), _count(valid))
 
 
 def diffusion_bound(
@@ -198,6 +193,8 @@ def diffusion_bound(
   if path.source.absorbing:
     return generalised_kl(logits, clean_ids, noised, valid, tau, path=path)
   chex.assert_equal_shape([noised.ids, clean_ids, valid])
+  # Padding may hold an id of probability 0, whose gradient would be NaN.
+  logits = jnp.where(valid[..., None], _at_least_float32(logits), 0.0)
   tau = tau.astype(logits.dtype)[:, None]
   kappa, complement = path.kappa.kappa(tau), path.kappa.complement(tau)
   x_theta = jax.nn.softmax(logits, -1)
@@ -235,6 +232,10 @@ def _compare(kappa, noise, clean, x_theta):
   log_close = jnp.log1p(jnp.where(close, change, 0.0))
   log_far = jnp.log(jnp.where(close, 1.0, q_theta / safe))
   return q, change, jnp.where(close, log_close, log_far)
+
+
+def _at_least_float32(logits):
+  return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
 
 
 def _log_prob_of(ids, logits):

@@ -49,9 +49,9 @@ class Jump(NamedTuple):
   to_source: Float[Array, '*S']
 
 
+# `step(path, ids, own_probs, tau, next_tau) -> Jump`, elementwise; `own_probs`
+# is what the network says of the token that stands there.
 Step = Callable[..., Jump]
-"""`step(path, ids, own_probs, tau, next_tau) -> Jump`, elementwise; `own_probs`
-is what the network says of the token that stands there."""
 
 
 @interned
