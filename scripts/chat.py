@@ -124,30 +124,34 @@ class Sampler:
     self.watcher = Watcher()
 
   def __call__(self, prompt: list[int], turn: int) -> Answer:
-    model, length = self._model, self._length
-    [row] = decoding_flags.whole_blocks([[*prompt, *[None] * length]], model)
+    model = self._model
+    row = [*prompt, *[None] * self._length]
+    (row,) = decoding_flags.whole_blocks([row], model)
     size = -(-len(row) // _BUCKET) * _BUCKET
     size = min(size, model.config.max_length)
     filled = canvas.from_rows([row], model.vocab, length=size)
     chosen = decoding_flags.decoding_of(_DECODING, model, filled)
     key = jax.random.fold_in(jax.random.key(_SEED.value), turn)
     arguments = (model.params, key, filled)
+    static = {**chosen.static, 'on_call': self.watcher}
+    # Blocks of a network that attends by blocks begin where they began in
+    # training, so prompts of equal length differ in how many are open.
+    shape = size, chosen.num_calls, jax.tree.structure(chosen.arrays)
     start = time.perf_counter()
-    if size not in self._programs:
-      static = {**chosen.static, 'on_call': self.watcher}
+    if shape not in self._programs:
       sampler = jax.jit(sampling.sample, static_argnames=('denoiser', *static))
-      self._programs[size] = sampler.lower(
+      self._programs[shape] = sampler.lower(
         model.denoiser, *arguments, **static, **chosen.arrays
       ).compile()
     middle = time.perf_counter()
     result = jax.block_until_ready(
-      self._programs[size](*arguments, **chosen.arrays)
+      self._programs[shape](*arguments, **chosen.arrays)
     )
     end = time.perf_counter()
     jax.effects_barrier()  # The last words of `on_call`.
     sampling.check_finite(result)
     result = jax.device_get(result)
-    num_tokens = min(int(result.num_tokens[0]), length)
+    num_tokens = min(int(result.num_tokens[0]), self._length)
     ids = result.ids[0, len(prompt) :][:num_tokens]
     return Answer(
       model.tokenizer.decode(ids[~np.isin(ids, model.vocab.eos_ids)]),
@@ -161,6 +165,7 @@ class Sampler:
 def make_speaker() -> Speaker:
   """What the flags ask for."""
   path, model = model_flags.load(_MODEL)
+  model = decoding_flags.attending(_DECODING, model)
   model = decoding_flags.attending(_DECODING, model)
   if isinstance(model.tokenizer, hub_tokenizer.NoTokenizer):
     raise ValueError(f'{path} has no tokenizer.json, so there is no text')

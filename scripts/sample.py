@@ -35,11 +35,12 @@ from mdlm_jax import (
   command_line,
   decoding_flags,
   evaluation,
+  model_flags,
   named_rules,
   sampling,
 )
 from mdlm_jax.decoding_flags import Chosen
-from mdlm_jax.models import directory
+from mdlm_jax.models.pretrained import Pretrained
 
 __doc__ += f"""
 The rules, with the settings that each reads and their defaults:
@@ -50,13 +51,7 @@ The rules, with the settings that each reads and their defaults:
 # Published models are declared to be longer than a canvas of one block may be.
 _MOST_NEW_TOKENS = 1024
 
-_CHECKPOINT = flags.DEFINE_string(
-  'checkpoint',
-  None,
-  'A model directory, the --workdir of a training run, or a directory '
-  'downloaded from a model hub (docs/checkpoints.md). Default: the model that '
-  'comes with the package.',
-)
+_MODEL = model_flags.define(stop_ids=True)
 _PROMPT = flags.DEFINE_string('prompt', None, 'Text to go on from.')
 _PROMPT_IDS = flags.DEFINE_string(
   'prompt_ids', None, 'Token ids to go on from, such as 5,6,7.'
@@ -130,7 +125,7 @@ def _exclude(present: dict[str, bool]) -> None:
     raise ValueError(f'{" and ".join(names)} exclude each other')
 
 
-def make_rows(model: directory.Pretrained) -> list[Row]:
+def make_rows(model: Pretrained) -> list[Row]:
   """The rows that the flags ask for, None at every slot to be generated."""
   encode, max_length = model.tokenizer.encode, model.config.max_length
   if _TOUR.value:
@@ -158,7 +153,7 @@ def _check_fits(given: int, new: int, max_length: int) -> None:
     )
 
 
-def make_prompt(model: directory.Pretrained) -> list[int]:
+def make_prompt(model: Pretrained) -> list[int]:
   """The ids of the prompt, none without one."""
   if _PROMPT_IDS.value is None:
     return model.tokenizer.encode(_PROMPT.value or '').tolist()
@@ -180,7 +175,7 @@ def make_prompt(model: directory.Pretrained) -> list[int]:
   return ids
 
 
-def tour_rows(model: directory.Pretrained) -> list[Row]:
+def tour_rows(model: Pretrained) -> list[Row]:
   """From nothing, from a prefix, and a hole between two pieces of text."""
   encode = model.tokenizer.encode
   length = min(model.config.max_length, _TOUR_LENGTH)
@@ -208,7 +203,7 @@ class Generated(NamedTuple):
 
 
 def generate(
-  model: directory.Pretrained,
+  model: Pretrained,
   filled: canvas.Canvas,
   chosen: Chosen,
   *,
@@ -231,7 +226,7 @@ def generate(
   return Generated(jax.device_get(result), middle - start, end - middle)
 
 
-def settings(model: directory.Pretrained, path, chosen: Chosen) -> dict:
+def settings(model: Pretrained, path, chosen: Chosen) -> dict:
   """All that is needed to generate the same samples again."""
   return {
     'checkpoint': str(path),
@@ -243,6 +238,7 @@ def settings(model: directory.Pretrained, path, chosen: Chosen) -> dict:
     'seed': _SEED.value,
     'num_samples': _NUM_SAMPLES.value,
     'dtype': model.config.dtype,
+    'eos_ids': model.vocab.eos_ids,
     **evaluation.environment(),
   }
 
@@ -338,8 +334,8 @@ def print_cache(result, chosen) -> None:
 def main(argv):
   del argv
   check_flags()  # Before the model is loaded, so that a mistake costs no time.
-  path = directory.find(_CHECKPOINT.value)
-  model = decoding_flags.attending(_DECODING, directory.load(path))
+  path, model = model_flags.load(_MODEL)
+  model = decoding_flags.attending(_DECODING, model)
   rows = make_rows(model)
   filled = canvas.from_rows(
     decoding_flags.whole_blocks(rows, model), model.vocab

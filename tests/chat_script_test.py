@@ -63,6 +63,7 @@ class Parrot:
   prompts = ()
 
   def __init__(self, speaker):
+    self.params = speaker.model.params
     self.decode = speaker.model.tokenizer.decode
     self.vocab = speaker.model.vocab
     self.watcher = script_runner.load('chat.py').Watcher()
@@ -111,6 +112,14 @@ def test_an_interrupted_turn_is_forgotten_and_nothing_else(chat):
   assert Parrot.prompts == ['a\n', 'a\nok\nstop\n', 'a\nok\nb\n']
   assert out == 'ok\nok\n'
   assert err.count('[interrupted: the turn is forgotten]') == 1
+
+
+def test_parameters_have_the_dtype_asked_for(chat):
+  for dtype in ('float32', 'bfloat16'):
+    chat('/quit\n', f'--dtype={dtype}', Sampler=Parrot)
+    assert {str(x.dtype) for x in jax.tree.leaves(Parrot.last.params)} == {
+      dtype
+    }
 
 
 def test_commands_and_mistakes(chat):

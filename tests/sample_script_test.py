@@ -106,11 +106,7 @@ def with_eos(checkpoint):
     denoiser=Denoiser(features, lambda params, hidden: hidden),
     vocab=Vocab(size, mask_id=1, pad_id=0, eos_ids=[end]),
   )
-  return types.SimpleNamespace(
-    find=lambda path: 'a model',
-    load=lambda path: model,
-    Pretrained=directory.Pretrained,
-  )
+  return types.SimpleNamespace(load=lambda holders: ('a model', model))
 
 
 def test_json_record_of_the_kernel(records):
@@ -170,9 +166,20 @@ def test_a_threshold_in_blocks_reports_the_calls_of_each_row(records):
   assert record['requested_t'][1] is None
 
 
+def test_ids_that_end_a_text_may_be_named(chosen):
+  static = chosen('--stop_ids=5,6', '--stop_at_eos').static
+  assert static['vocab'].eos_ids == (5, 6)
+  with pytest.raises(ValueError, match=r'eos_ids=99 must lie in'):
+    chosen('--stop_ids=99')
+
+
 def run_stub(with_eos, capsys, *arguments):
   script_runner.run(
-    'sample.py', '--json', f'--prompt={PROMPT}', *arguments, directory=with_eos
+    'sample.py',
+    '--json',
+    f'--prompt={PROMPT}',
+    *arguments,
+    model_flags=with_eos,
   )
   return json.loads(capsys.readouterr().out)
 
@@ -296,7 +303,9 @@ def test_progress_counts_up_to_the_calls_made(with_eos, monkeypatch):
       self.closed = True
 
   monkeypatch.setattr('mdlm_jax.command_line.tqdm.tqdm', Bar)
-  script_runner.run('sample.py', '--progress', '--steps=4', directory=with_eos)
+  script_runner.run(
+    'sample.py', '--progress', '--steps=4', model_flags=with_eos
+  )
   (bar,) = bars
   assert (bar.total, bar.n, bar.closed) == (4, 4, True)
 
@@ -421,7 +430,10 @@ def test_tour_shows_the_three_ways(sample):
       '--steps=8 cannot act with --rule=threshold',
     ),
     (['--threshold=0.5'], '--threshold cannot act with --rule=confidence'),
-    (['--threshold=0.5'], 'it acts with --rule=threshold, klass'),
+    (
+      ['--threshold=0.5'],
+      'it acts with --rule=threshold, quota_threshold, klass',
+    ),
     (['--rule=factor', '--factor=-1'], '--rule=factor --factor=-1.0: value'),
     (['--rule=kernel', '--grid=floor'], '--grid=floor: grid=floor gives'),
     (
