@@ -144,7 +144,7 @@ def write_samples(
   )
   starts = range(0, _NUM_SAMPLES.value, size)
   on_call = Calls(len(starts))
-  rows = []
+  rows, calls = [], []
   for on_call.batch, start in enumerate(starts):
     result = sampling.sample(
       model.denoiser,
@@ -157,15 +157,19 @@ def write_samples(
       row_ids=jnp.arange(start, start + size),
     )
     rows.append(np.asarray(result.ids))
+    calls.append(np.asarray(result.calls_per_row))
     jax.effects_barrier()
     sampling.check_finite(result)
   on_call.progress.close()
-  ids = np.concatenate(rows)[: _NUM_SAMPLES.value]
+  ids, calls = (
+    np.concatenate(parts)[: _NUM_SAMPLES.value] for parts in (rows, calls)
+  )
   return samples.of_rows(ids, model.tokenizer, model.vocab), {
     **chosen.settings,
     'length': length,
     'num_samples': _NUM_SAMPLES.value,
     'seed': _SEED.value,
+    'calls_per_sample': float(calls.mean()),
     'dtype': model.config.dtype,
   }
 
@@ -259,7 +263,7 @@ def main(argv):
   path = model = None
   if _TEXTS.value is None or _CHECKPOINT.value is not None:
     path = directory.find(_CHECKPOINT.value)
-    model = directory.load(path)
+    model = decoding_flags.attending(_DECODING, directory.load(path))
   if _TEXTS.value is None:
     measured, settings = write_samples(model)
   else:

@@ -39,6 +39,18 @@ def test_nats_are_those_of_numpy(name, tmp_path):
   assert nats == pytest.approx(expected.sum(), abs=1e-4)
 
 
+def test_bfloat16_is_near_and_not_the_same(llama, tmp_path):
+  folder = tiny_causal.write(tmp_path, LLAMA)
+  rough = causal.load(folder, dtype='bfloat16')
+  exact, near = (
+    judge.negative_log_likelihood(model, [TEXT]).nats[0]
+    for model in (llama, rough)
+  )
+  assert 1e-3 < abs(exact - near) < 0.1 * exact
+  with pytest.raises(ValueError, match="dtype='float16'"):
+    causal.load(folder, dtype='float16')
+
+
 def test_every_token_of_a_long_text_counts_once(llama):
   ids = ids_of('a dog and a cat ran after the mat, and sat. So did the mat!')
   text, length = tiny_causal.BACKEND.decode(ids), 16

@@ -63,6 +63,7 @@ def test_report_of_samples_beside_real_text(folders, tmp_path, capsys):
     ('float32', 0.9)
   )
   assert (report['sampler']['seed'], report['judge']['context']) == (0, 64)
+  assert report['sampler']['calls_per_sample'] == 16
   assert report['source_sha256'] == code_version.source_digest()
   assert report['versions']['jax'] == jax.__version__
   # Without the judge the rest is the same, in batches of any size.

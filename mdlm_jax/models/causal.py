@@ -67,18 +67,26 @@ def load(path: str | os.PathLike, *, dtype: str = 'float32') -> CausalModel:
     ModuleNotFoundError: a .gguf file without the extra `judge`.
   """
   path = pathlib.Path(path)
-  if path.suffix == '.gguf' or path.is_file():
-    return _from_file(path, dtype)
+  is_file = path.suffix == '.gguf' or path.is_file()
+  parts = _of_file(path) if is_file else _of_directory(path)
+  layout, entries, tensors, backend, bos_id = parts
+  config = dataclasses.replace(layout.config, dtype=dtype)
+  params = published.load_params(layout, entries, dtype, tensors=tensors)
+  network = transformer.denoiser(config)
+  return CausalModel(config, network, params, backend, bos_id)
+
+
+def _of_directory(path):
   layout = families.causal_layout(json_files.read(path / 'config.json'))
   backend = hub_tokenizer.read_files(path).backend
   if backend is None:
     raise ValueError(f'{path} has no tokenizer.json to read texts with')
   backend.encode_special_tokens = True
-  params = published.load_params(layout, shards.entries(path), dtype)
-  return _model(layout, dtype, params, backend, _bos_id(backend))
+  entries = shards.entries(path)
+  return layout, entries, shards.tensors, backend, _bos_id(backend)
 
 
-def _from_file(path, dtype):
+def _of_file(path):
   file = gguf_file.read(path)
   shapes = {name: entry.shape for name, entry in file.entries.items()}
   try:
@@ -86,16 +94,8 @@ def _from_file(path, dtype):
     backend = gguf_file.tokenizer(file.fields)
   except ValueError as error:
     raise ValueError(f'{path}: {error}') from None
-  params = published.load_params(
-    layout, file.entries, dtype, tensors=file.tensors
-  )
-  return _model(layout, dtype, params, backend, gguf_file.bos_id(file.fields))
-
-
-def _model(layout, dtype, params, backend, bos_id):
-  config = dataclasses.replace(layout.config, dtype=dtype)
-  network = transformer.denoiser(config)
-  return CausalModel(config, network, params, backend, bos_id)
+  bos_id = gguf_file.bos_id(file.fields)
+  return layout, file.entries, file.tensors, backend, bos_id
 
 
 def _bos_id(backend):
