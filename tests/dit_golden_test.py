@@ -141,6 +141,23 @@ def test_bd3lm_attends_by_blocks():
   assert (moved[:, :BLOCK] == 0).all() and (moved[:, BLOCK:] > 1e-4).all()
 
 
+def test_noisy_canvases_beside_their_clean_text():
+  """Both halves are modulated by the level of the noisy one."""
+  model = MODELS['bd3lm']
+  golden = GOLDEN['bd3lm']['logits_train_time_conditioning']
+  config = dataclasses.replace(
+    model.config, time_conditioning=True, time_input='sigma'
+  )
+  network = transformer.denoiser(config)
+  inputs = inputs_of(golden['x_t'], time_of(golden['sigma']))
+  hidden = jax.jit(network.paired)(
+    model.params, golden['x_t'], golden['x_0'], t=inputs['t'],
+    valid=inputs['valid'], positions=None, segments=None,
+  )  # fmt: skip
+  found = network.head(model.params, hidden)[..., :NUM_TOKENS]
+  np.testing.assert_allclose(found, golden['logits'], atol=1e-4)
+
+
 def empty_cache(model, batch):
   """Of a canvas of which nothing has been computed."""
   ids = jnp.full((batch, 16), MASK)
