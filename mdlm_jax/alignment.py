@@ -47,7 +47,7 @@ def shifted_features(
   if at is None:
     asked, start = None, 0
   else:
-    start = before[:, :1]
+    start = jnp.maximum(slots[:, :1] - 1, 0)
     asked = start + jnp.arange(min(at.shape[1] + 1, length))
   hidden, cache = features(
     params, cache, ids, at=asked, valid=valid, segments=segments, **inputs
