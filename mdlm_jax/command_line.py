@@ -67,8 +67,10 @@ class Progress:
     self._bar = None
 
   def __call__(self, done, planned, ids=None):
-    """What `sampling.sample` calls after each call, in any order."""
+    """Calls made, in any order; none begins a new count."""
     del ids
+    if done == 0:
+      self.close()
     if self._bar is None:
       self._bar = tqdm.tqdm(
         total=int(planned),
@@ -84,6 +86,7 @@ class Progress:
   def close(self):
     if self._bar is not None:
       self._bar.close()
+      self._bar = None
 
 
 def pyplot():

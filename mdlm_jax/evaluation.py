@@ -21,6 +21,10 @@ from mdlm_jax.models.pretrained import Pretrained
 from mdlm_jax.vocab import Vocab
 
 
+# Published models are declared to be longer than a window should be.
+LONGEST_WINDOW = 1024
+
+
 class Bounds(NamedTuple):
   """Estimates of bounds on -log p, in nats, by row or by document.
 
@@ -32,6 +36,43 @@ class Bounds(NamedTuple):
 
   nats: Float[np.ndarray, 'N']
   standard_error: Float[np.ndarray, 'N']
+
+
+def row_batches(num_rows: int, batch_size: int) -> Int[np.ndarray, 'K B']:
+  """Numbers of the rows of each batch, for batches of one size.
+
+  Args:
+    num_rows: at least 1.
+    batch_size: most rows of a batch, but a multiple of the devices.
+
+  Returns:
+    0, 1, ... in order; after the last row the first ones again, to fill up the
+    last batch: what they give is not to be counted.
+
+  Raises:
+    ValueError: `batch_size` is no integer of at least 1.
+  """
+  check_integer('batch_size', batch_size, 1)
+  size = min(batch_size, num_rows)
+  size += -size % jax.device_count()
+  rows = np.arange(num_rows + -num_rows % size) % num_rows
+  return rows.reshape(-1, size)
+
+
+def over_devices(batch: Any) -> Any:
+  """A batch on all devices, each with its share of the rows."""
+  return jax.device_put(batch, _placed('rows'))
+
+
+def on_every_device(arrays: Any) -> Any:
+  """Parameters, keys: a copy on every device, where there are several."""
+  several = jax.device_count() > 1
+  return jax.device_put(arrays, _placed()) if several else arrays
+
+
+def _placed(*axes):
+  mesh = Mesh(np.array(jax.devices()), 'rows')
+  return NamedSharding(mesh, PartitionSpec(*axes))
 
 
 def row_bounds(
@@ -77,42 +118,37 @@ def row_bounds(
   Raises:
     ValueError: as `likelihood.bound`; NaN from the network.
   """
-  check_integer('batch_size', batch_size, 1)
   if row_ids is None:
-    row_ids = np.arange(len(ids))
-  devices = np.array(jax.devices())
-  over_rows = NamedSharding(Mesh(devices, 'rows'), PartitionSpec('rows'))
-  if len(devices) > 1:
-    everywhere = NamedSharding(over_rows.mesh, PartitionSpec())
-    params, key = jax.device_put((params, key), everywhere)
-  size = min(batch_size, len(ids))
-  size += -size % len(devices)
+    row_ids = np.arange(len(ids), dtype=np.int32)
+  params, key = on_every_device((params, key))
   calls = num_replicates * estimator.num_calls
-  starts = range(0, len(ids), size)
+  batches = row_batches(len(ids), batch_size)
   estimates = []
-  for done, start in enumerate(starts):
+  for done, rows in enumerate(batches):
     if on_progress is not None:
-      on_progress(done * calls, len(starts) * calls)
-    rows = np.arange(start, start + size)
+      on_progress(done * calls, len(batches) * calls)
     # The last batch is filled up with rows that have nothing to score.
-    kept = (rows < len(ids))[:, None]
-    rows %= len(ids)
+    kept = (np.arange(len(rows)) + done * len(rows) < len(ids))[:, None]
+    scored, seen, row_answer, noise_ids = over_devices(
+      (ids[rows], valid[rows], answer[rows] & kept, row_ids[rows])
+    )
     estimate = likelihood.bound(
       denoiser,
       params,
       key,
-      *jax.device_put((ids[rows], answer[rows] & kept), over_rows),
+      scored,
+      row_answer,
       vocab=vocab,
       estimator=estimator,
       num_replicates=num_replicates,
-      valid=jax.device_put(valid[rows], over_rows),
-      row_ids=jax.device_put(row_ids[rows].astype(np.int32), over_rows),
+      valid=seen,
+      row_ids=noise_ids,
       schedule=schedule,
     )
     # Waits, so that what is said to be done is done.
     estimates.append(jax.device_get((estimate.mean, estimate.standard_error)))
   if on_progress is not None:
-    on_progress(len(starts) * calls, len(starts) * calls)
+    on_progress(len(batches) * calls, len(batches) * calls)
   nats, error = (
     np.concatenate(parts)[: len(ids)].astype(np.float64)
     for parts in zip(*estimates, strict=True)

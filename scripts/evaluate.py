@@ -14,16 +14,9 @@ import sys
 
 from absl import flags
 
-from mdlm_jax import command_line, data, evaluation
-from mdlm_jax.models import directory
+from mdlm_jax import command_line, data, evaluation, model_flags
 
-_CHECKPOINT = flags.DEFINE_string(
-  'checkpoint',
-  None,
-  'A model directory, the --workdir of a training run, or a directory '
-  'downloaded from a model hub (docs/checkpoints.md). Default: the model that '
-  'comes with the package.',
-)
+_MODEL = model_flags.define()
 _FILE = flags.DEFINE_string(
   'file', None, 'Text files, paths or globs separated by commas.'
 )
@@ -31,7 +24,10 @@ _PART = flags.DEFINE_enum(
   'part', None, ['validation', 'test'], 'Without --file: the part held out.'
 )
 _LENGTH = flags.DEFINE_integer(
-  'length', None, "Tokens per window. Default: the model's length, up to 1024."
+  'length',
+  None,
+  "Tokens per window. Default: the model's length, at most "
+  f'{evaluation.LONGEST_WINDOW}.',
 )
 _CONTEXT = flags.DEFINE_integer(
   'context',
@@ -48,9 +44,6 @@ _NUM_REPLICATES = flags.DEFINE_integer(
 _BATCH_SIZE = flags.DEFINE_integer('batch_size', 64, 'Rows per network call.')
 _SEED = flags.DEFINE_integer('seed', 0, 'Of the noise.', 0, 2**32 - 1)
 _JSON = flags.DEFINE_bool('json', False, 'Print one line of JSON.')
-
-# Published models are declared to be longer than a window should be.
-_LONGEST = 1024
 
 
 def held_out_documents(history: dict, part: str) -> tuple[data.Document, ...]:
@@ -84,15 +77,18 @@ def named_documents(history: dict, files: str) -> tuple[data.Document, ...]:
 def main(_) -> None:
   if _FILE.value and _PART.value:
     raise ValueError('--part chooses from the training run, not from --file')
-  path = directory.find(_CHECKPOINT.value)
-  model = directory.load(path)
+  path, model = model_flags.load(_MODEL)
   documents = (
     named_documents(model.history, _FILE.value)
     if _FILE.value
     else held_out_documents(model.history, _PART.value or 'validation')
   )
   longest = model.config.max_length
-  length = min(longest, _LONGEST) if _LENGTH.value is None else _LENGTH.value
+  length = (
+    min(longest, evaluation.LONGEST_WINDOW)
+    if _LENGTH.value is None
+    else _LENGTH.value
+  )
   if not 1 <= length <= longest:
     raise ValueError(
       f'--length={length} must be from 1 to the length {longest} of the model'

@@ -1,0 +1,249 @@
+"""Requests of benchmark tasks: exact scores, texts, and what is refused."""
+
+import json
+import math
+import sys
+import types
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import script_runner
+
+from mdlm_jax import decoding_flags, draws, predict, rules, schedules, tasks
+from mdlm_jax.models.pretrained import Pretrained
+from mdlm_jax.models.transformer import TransformerConfig
+from mdlm_jax.tokenizer import character_tokenizer
+
+TOKENIZER = character_tokenizer(' abcdefg')  # Ids 2 to 9.
+
+
+def features(params, cache, ids, *, at, **unused):
+  """Sure of the successor of a visible left neighbour, else of none."""
+  left = jnp.pad(ids, ((0, 0), (1, 0)), constant_values=1)[:, :-1]
+  sure = jax.nn.one_hot(2 + (left - 1) % 8, 10) * 50.0
+  logits = jnp.where((left > 1)[..., None], sure, 0.0)
+  if at is not None:
+    logits = jnp.take_along_axis(logits, at[..., None], 1)
+  return logits, ()
+
+
+MODEL = Pretrained(
+  TransformerConfig(
+    vocab_size=10, num_layers=1, model_dim=4, num_heads=1, mlp_dim=4,
+    max_length=16,
+  ),
+  predict.Denoiser(features, lambda params, hidden: hidden, time_free=True),
+  {}, TOKENIZER.vocab, TOKENIZER, schedules.linear(), {},
+)  # fmt: skip
+LN8 = math.log(8)
+
+
+def decoding(canvas):
+  static = {
+    'vocab': MODEL.vocab,
+    'rule': rules.by_confidence(8),
+    'draw': draws.categorical(temperature=0.0),
+  }
+  return decoding_flags.Chosen(static, {}, 8, {})
+
+
+def score(pairs, **options):
+  answers = [tasks.encode_answer(MODEL, *pair, 7) for pair in pairs]
+  options = {'batch_size': 4, 'num_replicates': 4} | options
+  return tasks.score_answers(MODEL, answers, **options)
+
+
+def test_scores_are_those_of_the_chain_rule():
+  pairs = [('abc', 'd'), ('abc', 'f'), ('', 'e'), ('abc', 'de'), ('ab', 'cd')]
+  scores = score(pairs)
+  np.testing.assert_allclose(scores.log_prob[:3], [0, -50, -LN8], atol=1e-5)
+  np.testing.assert_array_equal(scores.standard_error[:3], 0)
+  # The last token first is a guess, which half of the orders make.
+  guesses = scores.log_prob[3:] / -LN8 * 4
+  np.testing.assert_allclose(guesses, np.round(guesses), atol=1e-5)
+  assert (guesses >= 0).all() and 0 < guesses.sum() < 8
+  np.testing.assert_array_equal(scores.is_greedy, [1, 0, 0, 1, 1])
+
+
+def test_a_score_does_not_depend_on_the_other_requests():
+  pairs = [('abc', 'defg'), ('a', 'b'), ('', 'dacb'), ('gab', 'cadb')]
+  together = score(pairs)
+  for order in ([0], [3, 2, 0]):
+    alone = score([pairs[i] for i in order], batch_size=1)
+    for field, value in together._asdict().items():
+      np.testing.assert_allclose(getattr(alone, field), value[order], rtol=1e-6)
+  assert (together.log_prob != score(pairs, seed=2).log_prob).any()
+  counts = score(pairs, num_calls=4)
+  assert (counts.standard_error != together.standard_error).any()
+
+
+def test_a_context_is_cut_on_the_left_and_leaves_its_space_to_the_answer():
+  answer = tasks.encode_answer(MODEL, 'abc ' * 8, 'dd', 3)
+  assert TOKENIZER.decode(answer.ids) == ('abc ' * 8 + 'dd')[-16:]
+  assert (answer.size, answer.num_given, answer.noise_id) == (3, 13, 3)
+  for size in (0, 17):
+    with pytest.raises(ValueError, match=f'has {size} tokens, must have 1'):
+      tasks.encode_answer(MODEL, 'ab', 'a' * size, 0)
+
+
+def write(texts, **options):
+  prompts = [
+    tasks.Prompt(TOKENIZER.encode(text).tolist(), i)
+    for i, text in enumerate(texts)
+  ]
+  options = {'num_tokens': 8, 'decoding': decoding, 'batch_size': 1} | options
+  return tasks.continuations(MODEL, prompts, **options)
+
+
+def test_texts_go_on_to_the_first_stop_with_progress():
+  events = []
+  texts = write(
+    ['abc', 'fg', 'abcdefg abcdefg '], until=('gone', 'f', ' '),
+    on_progress=lambda *event: events.append(event),
+  )  # fmt: skip
+  # Three prompts of 8 calls each.
+  assert texts == ['de', '', 'abcde']
+  assert events == [(0, 24), (8, 24), (16, 24), (24, 24)]
+  assert write(['fg', 'abc'], batch_size=2) == [' abcdefg', 'defg abc']
+  for num_tokens in (0, 17):
+    with pytest.raises(ValueError, match=f'num_tokens={num_tokens}'):
+      write(['a'], num_tokens=num_tokens)
+
+
+def test_what_a_task_wants_of_its_texts():
+  wanted = tasks.generation({'until': ['a', 'b'], 'max_new_tokens': 5})
+  assert wanted == tasks.Generation(5, ('a', 'b'), 0.0)
+  assert tasks.generation({}).num_tokens == 256
+  assert tasks.generation({'max_gen_toks': 9}, 4).num_tokens == 4
+  sampled = {'do_sample': True, 'temperature': 0.7, 'top_k': 3}
+  assert tasks.generation(sampled)[2:] == (0.7, ('top_k',))
+  greedy = tasks.generation(sampled | {'do_sample': False})
+  assert greedy[2:] == (0.0, ())
+  for wrong in ({'num_beams': 4}, {'max_gen_toks': 0}):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+      tasks.generation(wrong)
+
+
+class Instance(NamedTuple):
+  task_name: str
+  doc_id: int
+  args: tuple
+
+
+REQUESTS = {
+  'loglikelihood': [
+    Instance('choose', 0, ('abc', 'd')), Instance('choose', 0, ('abc', 'f')),
+    Instance('choose', 1, ('ab', 'c')),
+  ],
+  'loglikelihood_rolling': [
+    Instance('roll', 0, ('a',)), Instance('roll', 1, ('abcdefg ' * 4,))
+  ],
+  'generate_until': [
+    Instance('write', 0, ('abc', {'until': ['g'], 'max_gen_toks': 4})),
+    Instance('write', 1, ('abc', {'until': [], 'max_gen_toks': 4})),
+  ],
+}  # fmt: skip
+KINDS = {
+  'choose': 'multiple_choice',
+  'roll': 'loglikelihood_rolling',
+  'write': 'generate_until',
+}
+
+
+@pytest.fixture
+def harness(monkeypatch):
+  """What the script needs of `lm_eval`, with the requests of above."""
+
+  class Manager:
+    all_tasks = (*KINDS, 'other')
+
+    def __init__(self, include_path):
+      pass
+
+    def load(self, names):
+      kinds = [types.SimpleNamespace(OUTPUT_TYPE=KINDS[n]) for n in names]
+      return {'tasks': dict(zip(names, kinds, strict=True))}
+
+  def simple_evaluate(model, tasks, **options):
+    found = {
+      kind: getattr(model, kind)(requests)
+      for kind, requests in REQUESTS.items()
+      if requests[0].task_name in tasks
+    }
+    return {'results': found, 'versions': {}, 'n-samples': {}, 'n-shot': {}}
+
+  for name, content in {
+    'lm_eval': {'simple_evaluate': simple_evaluate, '__version__': '0'},
+    'lm_eval.tasks': {'TaskManager': Manager},
+    'lm_eval.api': {},
+    'lm_eval.api.instance': {'Instance': Instance},
+    'lm_eval.api.model': {'LM': object},
+  }.items():
+    module = types.ModuleType(name)
+    module.__dict__.update(content)
+    monkeypatch.setitem(sys.modules, name, module)
+  sys.modules['lm_eval'].tasks = sys.modules['lm_eval.tasks']
+  monkeypatch.delitem(sys.modules, 'mdlm_jax.lm_eval_adapter', raising=False)
+  monkeypatch.setenv('DISABLE_MULTIPROC', '1')
+  yield
+  sys.modules.pop('mdlm_jax.lm_eval_adapter', None)
+
+
+def run(*arguments):
+  load = types.SimpleNamespace(
+    Pretrained=Pretrained, find=lambda path: path, load=lambda path: MODEL
+  )
+  script_runner.run('evaluate_tasks.py', *arguments, directory=load)
+
+
+def test_the_adapter_answers_every_kind_of_request(harness, capsys):
+  arguments = ('--tasks=choose,roll,write', '--json', '--num_replicates=2')
+  run(*arguments)
+  line = capsys.readouterr().out
+  run(*arguments)
+  assert capsys.readouterr().out == line
+  report = json.loads(line)
+  results = report['results']
+  scores, greedy = zip(*results['loglikelihood'], strict=True)
+  np.testing.assert_allclose(scores[:2], [0, -50], atol=1e-5)
+  assert greedy == (True, False, True)
+  np.testing.assert_allclose(results['loglikelihood_rolling'][0], -LN8, 1e-6)
+  assert results['generate_until'] == ['def', 'defg']
+  assert set(report['prompts_sha256']) == set(KINDS)
+  decodings = report['settings']['decoding']
+  assert [d['temperature'] for d in decodings] == [0]
+  assert [d['steps'] for d in decodings] == [4]
+  assert report['dtype'] == 'float32' and report['versions']['lm_eval'] == '0'
+  run('--tasks=write', '--json', '--max_new_tokens=1', '--temperature=0')
+  report = json.loads(capsys.readouterr().out)
+  assert report['results']['generate_until'] == ['d', 'd']
+  assert 'num_replicates' not in report['settings']
+
+
+@pytest.mark.parametrize(
+  ('arguments', 'message'),
+  [
+    (['--tasks=choose', '--temperature=0.5'], '--temperature cannot act'),
+    (['--tasks=choose,roll', '--rule=kernel'], '--rule cannot act'),
+    (['--tasks=roll', '--max_new_tokens=3'], '--max_new_tokens cannot act'),
+    (['--tasks=write', '--num_calls=3'], '--num_calls cannot act'),
+    (['--tasks=write', '--stop_at_eos'], '--stop_at_eos cannot act'),
+    (['--tasks=write', '--gamma=1'], '--gamma cannot act'),
+    (['--tasks=wrong,write'], 'no task is named wrong'),
+  ],
+)
+def test_options_that_cannot_act_are_refused(harness, arguments, message):
+  with pytest.raises(ValueError, match=message):
+    run(*arguments)
+
+
+def test_without_the_harness_one_line_says_what_to_install(monkeypatch, capsys):
+  monkeypatch.setitem(sys.modules, 'lm_eval', None)
+  with pytest.raises(SystemExit):
+    run('--tasks=choose')
+  assert capsys.readouterr().err == (
+    "error: lm_eval is missing; pip install 'mdlm_jax[eval]'\n"
+  )
