@@ -1,7 +1,10 @@
 """Published models: their logits, their tokens, and what is refused."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 
 import golden_data
 import jax
@@ -555,3 +558,32 @@ def test_damaged_files_of_a_tokenizer_are_named(tmp_path):
   (tmp_path / 'tokenizer.json').write_text('{}')
   with pytest.raises(ValueError, match=r'tokenizer\.json is no tokenizer'):
     directory.load(tmp_path)
+
+
+def test_parameters_go_to_the_shards_that_are_asked_for():
+  program = f"""
+import jax, numpy as np
+from mdlm_jax.models import directory, param_tree
+mesh = jax.make_mesh((8,), ('x',), axis_types=(jax.sharding.AxisType.Auto,))
+asked = {{}}
+
+def sharding(key, shape):
+  spec = [None] * (len(shape) - 1) + ['x']
+  asked[key] = jax.sharding.NamedSharding(mesh, jax.P(*spec))
+  return asked[key]
+
+whole = directory.load({str(LLADA)!r})
+split = directory.load({str(LLADA)!r}, sharding=sharding)
+leaves = param_tree.flat(split.params)
+assert asked.keys() == leaves.keys() == param_tree.flat(whole.params).keys()
+for key, leaf in leaves.items():
+  assert leaf.sharding.is_equivalent_to(asked[key], leaf.ndim), key
+  assert leaf.addressable_shards[0].data.nbytes == leaf.nbytes // 8, key
+jax.tree.map(np.testing.assert_array_equal, split.params, whole.params)
+"""
+  environment = os.environ | {
+    'XLA_FLAGS': '--xla_force_host_platform_device_count=8',
+    'JAX_PLATFORMS': 'cpu',
+    'PYTHONPATH': str(script_runner.ROOT),
+  }
+  subprocess.run([sys.executable, '-c', program], env=environment, check=True)
