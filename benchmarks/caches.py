@@ -1,15 +1,15 @@
 """Times decoding under each cache policy against decoding without a cache.
 
   python benchmarks/caches.py
-  python benchmarks/caches.py --vocab_size=126464 --model_dim=768 --mlp_dim=2048 \
-    --num_layers=12 --num_heads=12 --prompt=256 --new=256 --block_length=32 \
-    --steps_per_block=8 --repeats=1
+  python benchmarks/caches.py --vocab_size=126464 --model_dim=768 \
+    --mlp_dim=2048 --num_layers=12 --num_heads=12 --prompt=256 --new=256 \
+    --repeats=1
 
-Random weights: the network is a dense LLaDA layout, once as it is and once with
-attention by blocks. Every policy decodes with the same rule and number of calls,
-one after another in one process, so that the ratio holds on a busy machine; the
-median over the repeats is printed. Random weights say nothing of the quality of
-an approximation; `scripts/sample.py --audit_cache` shows a real model's.
+Random weights in a dense LLaDA layout, once as it is and once with attention by
+blocks. Every policy decodes with the same rule and number of calls, one after
+another in one process, so that the ratio holds on a busy machine; the median
+over the repeats is printed. Random weights say nothing of the quality of an
+approximation; `scripts/sample.py --audit_cache` shows a real model's.
 """
 
 import statistics
@@ -75,8 +75,8 @@ def main(argv):
     'blocks': blocks_of(rows, _BLOCK.value),
   }
   print(
-    f'{_BATCH.value} row(s), {_PROMPT.value} tokens given and {_NEW.value} new, '
-    f'blocks of {_BLOCK.value} in {_STEPS.value} calls, {_DTYPE.value}'
+    f'{_BATCH.value} row(s), {_PROMPT.value} tokens given and {_NEW.value} '
+    f'new, blocks of {_BLOCK.value} in {_STEPS.value} calls, {_DTYPE.value}'
   )
   full, by_blocks = (
     {'no cache': None, 'prefix': caches.prefix(), 'dual': caches.dual(),
@@ -114,7 +114,8 @@ def main(argv):
       tokens = _BATCH.value * _NEW.value
       print(
         f'{name:12s}{int(result.calls):6d}{computed:12.1f}{seconds:9.2f}'
-        f'{tokens / seconds:10.1f}{plain / seconds:8.2f}{first - seconds:11.1f}',
+        f'{tokens / seconds:10.1f}{plain / seconds:8.2f}'
+        f'{first - seconds:11.1f}',
         flush=True,
       )
 
