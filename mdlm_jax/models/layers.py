@@ -45,10 +45,8 @@ def waves(levels: Float[Array, '*S']) -> Float[Array, '*S F']:
 def level_of(
   t: Float[Array, '*S'], config: TransformerConfig
 ) -> Float[Array, '*S']:
-  """What the network reads of t: 0, 1000 t, or sigma = -log alpha(t)."""
+  """What the network reads of t: 1000 t, or sigma = -log alpha(t)."""
   t = t.astype(jnp.float32)
-  if not config.time_conditioning:
-    return jnp.zeros_like(t)
   if config.time_input == 'sigma':
     return -jnp.log1p(-schedules.log_linear().masked(t))
   return 1000 * t
@@ -178,10 +176,16 @@ class Outer(nnx.Module):
     return (rows * embedding_scale(self.config)).astype(self.config.dtype)
 
   def embed_time(self, t):
-    """What modulates norms and branches, `[B, W]` to `[B, W, c]`, or None."""
+    """What modulates norms and branches, `[B, W]` to `[B, W, c]`, or None.
+
+    It is `[1, 1, c]` where it does not depend on the level.
+    """
     if not self.config.modulation_width:
       return None
-    features = waves(level_of(t, self.config))
+    level = jnp.zeros((1, 1))
+    if self.config.time_conditioning:
+      level = level_of(t, self.config)
+    features = waves(level)
     return jax.nn.silu(self.time_out(jax.nn.silu(self.time_in(features))))
 
   def last_norm(self, hidden, conditioning):
