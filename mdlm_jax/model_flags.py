@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from absl import flags
 
-from mdlm_jax.models import directory
+from mdlm_jax import command_line
+from mdlm_jax.models import directory, int8
 from mdlm_jax.models.pretrained import Pretrained
 from mdlm_jax.vocab import Vocab
 
@@ -36,6 +37,12 @@ def define(*, stop_ids: bool = False) -> Flags:
       directory.DTYPES,
       'Of the parameters and of the network. Default: as the model was saved.',
     ),
+    flags.DEFINE_bool(
+      'int8',
+      False,
+      'Keeps the matrices of the layers in eight bits: half the memory of '
+      'bfloat16, other logits (docs/checkpoints.md).',
+    ),
   ]
   if stop_ids:
     holders.append(
@@ -57,7 +64,12 @@ def load(holders: Flags) -> tuple[pathlib.Path, Pretrained]:
       that is no id of the model.
   """
   path = directory.find(holders['checkpoint'].value)
-  model = directory.load(path, dtype=holders['dtype'].value)
+  quantize = None
+  if holders['int8'].value:
+    with command_line.extra('int8'):
+      import qwix  # noqa: F401
+    quantize = int8.quantize
+  model = directory.load(path, dtype=holders['dtype'].value, quantize=quantize)
   if 'stop_ids' not in holders or not holders['stop_ids'].value:
     return path, model
   words = holders['stop_ids'].value

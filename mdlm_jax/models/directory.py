@@ -129,6 +129,7 @@ def load(
   *,
   dtype: str | None = None,
   sharding: Callable | None = None,
+  quantize: Callable | None = None,
 ) -> Pretrained:
   """Reads what `save` wrote, or a published model.
 
@@ -138,6 +139,7 @@ def load(
       float32 parameters, and the network as it was trained; of a published
       model as `published.load` says.
     sharding: where parameters are placed, see `published.load`.
+    quantize: what is kept of a parameter, such as `int8.quantize`.
 
   Raises:
     OSError: a file is missing or cannot be read.
@@ -147,7 +149,9 @@ def load(
   directory = pathlib.Path(directory)
   content = json_files.read(directory / _CONFIG)
   if 'architecture' not in content:
-    return published.load(directory, dtype=dtype, sharding=sharding)
+    return published.load(
+      directory, dtype=dtype, sharding=sharding, quantize=quantize
+    )
   config, vocab, schedule = _read_config(content, directory / _CONFIG)
   if content.get(_OF_HUB, False):
     files = hub_tokenizer.read_files(directory)
@@ -162,7 +166,9 @@ def load(
   return Pretrained(
     config,
     transformer.denoiser(config),
-    _read_weights(directory / _WEIGHTS, config, dtype or 'float32', sharding),
+    _read_weights(
+      directory / _WEIGHTS, config, dtype or 'float32', sharding, quantize
+    ),
     vocab,
     tokenizer,
     schedules.named_schedule(schedule),
@@ -249,7 +255,7 @@ def _build(kind, values, path):
     raise ValueError(f'{path}: {error}') from None
 
 
-def _read_weights(path, config, dtype, sharding):
+def _read_weights(path, config, dtype, sharding, quantize):
   if not path.is_file():
     raise FileNotFoundError(f'no such file: {path}')
   try:
@@ -260,8 +266,9 @@ def _read_weights(path, config, dtype, sharding):
   _check_weights(config, {key: leaf.shape for key, leaf in weights.items()})
 
   def placed(key, leaf):
-    leaf = leaf.astype(dtype)
-    return jax.device_put(leaf, sharding and sharding(key, leaf.shape))
+    place = sharding and sharding(key, leaf.shape)
+    array = jax.device_put(leaf.astype(dtype), place)
+    return array if quantize is None else quantize(key, array)
 
   return param_tree.nested(
     {key: placed(key, leaf) for key, leaf in weights.items()}

@@ -38,6 +38,7 @@ def load(
   *,
   dtype: str | None = None,
   sharding: Callable | None = None,
+  quantize: Callable | None = None,
 ) -> Pretrained:
   """Reads a directory of a published model.
 
@@ -52,6 +53,8 @@ def load(
     sharding: `sharding(key, shape)` of a parameter, such as
       ('blocks/query/kernel', (32, 4096, 4096)), as JAX places arrays; None: all
       on the default device.
+    quantize: `quantize(key, values)` is what is kept of a parameter, such as
+      `int8.quantize`; values of a layer come alone.
 
   Returns:
     The model. Its history is empty, its schedule that of its family.
@@ -83,7 +86,7 @@ def load(
   return Pretrained(
     config,
     transformer.denoiser(config),
-    load_params(layout, entries, dtype, sharding=sharding),
+    load_params(layout, entries, dtype, sharding=sharding, quantize=quantize),
     vocab,
     tokenizer,
     layout.schedule,
@@ -98,6 +101,7 @@ def load_params(
   *,
   tensors: Callable = shards.tensors,
   sharding: Callable | None = None,
+  quantize: Callable | None = None,
 ) -> transformer.Params:
   """The parameters of a layout, streamed from files.
 
@@ -107,6 +111,7 @@ def load_params(
     dtype: of the parameters.
     tensors: entries to keys and arrays, one after another.
     sharding: see `load`.
+    quantize: see `load`.
 
   Returns:
     Nested dict, as `transformer.init` gives it.
@@ -126,12 +131,15 @@ def load_params(
     parts = _parts(tensor, from_file=mapping.from_file, dtype=dtype)
     for name, part in zip(mapping.leaves, parts, strict=True):
       place = sharding and sharding(name, leaves[name].shape)
-      part = _placed(part, place, len(mapping.index))
+      if quantize is not None:
+        part = quantize(name, part)
       if mapping.index:
-        stack = arrays.pop(name, None)
-        if stack is None:
-          stack = jnp.zeros(leaves[name].shape, dtype, device=place)
-        part = _with_part(stack, part, mapping.index, place=place)
+        outer = leaves[name].shape[: len(mapping.index)]
+        part = _stacked(
+          arrays.pop(name, None), part, outer, mapping.index, place
+        )
+      else:
+        part = jax.tree.map(lambda x, place=place: _placed(x, place), part)
       # Or the host would read ahead of what is done with the tensors.
       arrays[name] = jax.block_until_ready(part)
   return param_tree.nested(arrays)
@@ -143,12 +151,41 @@ def _parts(tensor, *, from_file, dtype):
   return tuple(part.astype(dtype) for part in from_file(tensor))
 
 
-def _placed(part, place, num_axes):
-  """An array where it belongs, as a part of a stack with more axes."""
-  if isinstance(place, jax.sharding.NamedSharding):
-    place = place.update(
-      spec=jax.sharding.PartitionSpec(*place.spec[num_axes:])
+def _stacked(stack, part, outer, index, place):
+  """A stack, a new one if None, with `part` at `index` of its first axes."""
+  if stack is None:
+    stack = jax.tree.map(
+      lambda x: jnp.zeros(
+        (*outer, *x.shape), x.dtype, device=_fitting(place, (*outer, *x.shape))
+      ),
+      part,
     )
+  return jax.tree.map(
+    lambda whole, x: _with_part(
+      whole,
+      _placed(x, place, len(outer)),
+      index,
+      place=_fitting(place, whole.shape),
+    ),
+    stack,
+    part,
+  )
+
+
+def _fitting(place, shape):
+  """A sharding for an array of which some axes have length 1."""
+  if not isinstance(place, jax.sharding.NamedSharding):
+    return place
+  axes = [*place.spec, *[None] * (len(shape) - len(place.spec))]
+  axes = [None if n == 1 else axis for axis, n in zip(axes, shape, strict=True)]
+  return place.update(spec=jax.P(*axes))
+
+
+def _placed(part, place, num_outer=0):
+  """An array where it belongs, as a part of one with more axes."""
+  place = _fitting(place, (2,) * num_outer + part.shape)
+  if isinstance(place, jax.sharding.NamedSharding):
+    place = place.update(spec=jax.P(*place.spec[num_outer:]))
   return part if place is None else jax.device_put(part, place)
 
 
@@ -161,9 +198,9 @@ def _with_part(stack, part, index, *, place=None):
     part.reshape(*[1] * len(index), *part.shape),
     (*index, *[0] * part.ndim),
   )
-  return (
-    stack if place is None else jax.lax.with_sharding_constraint(stack, place)
-  )
+  if place is None:
+    return stack
+  return jax.lax.with_sharding_constraint(stack, place)
 
 
 def _check_entries(layout, leaves, entries):

@@ -19,6 +19,7 @@ from jaxtyping import Array, Key
 
 from mdlm_jax import alignment, predict
 from mdlm_jax.interning import interned
+from mdlm_jax.models import int8
 from mdlm_jax.models.attention import (
   attend_all,
   attend_stored,
@@ -216,7 +217,7 @@ def _run(config, params, hidden, cache, conditioning, positions, attend):
 
     def apply_block(x, layer, graph):
       block_params, stored = layer
-      return nnx.merge(graph, block_params)(
+      return nnx.merge(graph, int8.dense(block_params))(
         x,
         stored,
         conditioning=conditioning,
