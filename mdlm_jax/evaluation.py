@@ -20,7 +20,6 @@ from mdlm_jax.checks import check_integer
 from mdlm_jax.models.pretrained import Pretrained
 from mdlm_jax.vocab import Vocab
 
-
 # Published models are declared to be longer than a window should be.
 LONGEST_WINDOW = 1024
 

@@ -64,8 +64,18 @@ class Tokenizer:
       )
     if any('\ud800' <= character <= '\udfff' for character in text):
       raise ValueError('the text holds bytes that are not UTF-8')
+    if self.alphabet is not None:
+      points, ids = self._ids_of_points
+      return ids[np.searchsorted(points, _code_points(text))]
     encoding = self.backend.encode(text, add_special_tokens=False)
     return np.array(encoding.ids, np.int32)
+
+  @functools.cached_property
+  def _ids_of_points(self):
+    """Sorted code points of the known characters, and their ids."""
+    characters = sorted(self.alphabet)
+    ids = [self.backend.token_to_id(character) for character in characters]
+    return _code_points(''.join(characters)), np.array(ids, np.int32)
 
   def decode(
     self, ids: Sequence[int] | Int[ArrayLike, 'n'], *, mask: str = ''
@@ -106,6 +116,10 @@ class Tokenizer:
     except Exception as error:  # The library raises nothing more specific.
       raise ValueError(f'not a tokenizer: {error}') from error
     return cls(backend)
+
+
+def _code_points(text):
+  return np.frombuffer(text.encode('utf-32-le'), np.uint32)
 
 
 def character_tokenizer(text: str) -> Tokenizer:

@@ -109,6 +109,7 @@ def main(_) -> None:
   report |= {
     'checkpoint': str(path),
     'file': _FILE.value,
+    'int8': _MODEL['int8'].value,
     'part': None if _FILE.value else _PART.value or 'validation',
     **model.history,
     **evaluation.environment(),

@@ -19,8 +19,14 @@ import types
 
 from absl import flags
 
-from mdlm_jax import command_line, decoding_flags, evaluation, tasks
-from mdlm_jax.models import directory
+from mdlm_jax import (
+  command_line,
+  decoding_flags,
+  evaluation,
+  model_flags,
+  tasks,
+)
+from mdlm_jax.models.pretrained import Pretrained
 
 with command_line.extra('eval'):
   import lm_eval
@@ -28,13 +34,7 @@ with command_line.extra('eval'):
 
   from mdlm_jax.lm_eval_adapter import LanguageModel
 
-_CHECKPOINT = flags.DEFINE_string(
-  'checkpoint',
-  None,
-  'A model directory, the --workdir of a training run, or a directory '
-  'downloaded from a model hub (docs/checkpoints.md). Default: the model that '
-  'comes with the package.',
-)
+_MODEL = model_flags.define(stop_ids=True)
 _TASKS = flags.DEFINE_list('tasks', None, 'Names of tasks.', required=True)
 _INCLUDE_PATH = flags.DEFINE_string(
   'include_path', None, 'A directory with tasks of your own, as YAML files.'
@@ -70,7 +70,9 @@ def check_flags(kinds: set[str]) -> None:
   """Refuses flags that cannot act on tasks of these kinds of output."""
   idle = {}
   if 'generate_until' not in kinds:
-    idle['no task writes text'] = [*_DECODING.values(), _MAX_NEW_TOKENS]
+    idle['no task writes text'] = [
+      *(*_DECODING.values(), _MAX_NEW_TOKENS, _MODEL['stop_ids'])
+    ]
   if kinds == {'generate_until'}:
     idle['no task reads likelihoods'] = [_NUM_REPLICATES, _NUM_CALLS]
   for reason, holders in idle.items():
@@ -79,9 +81,7 @@ def check_flags(kinds: set[str]) -> None:
         raise ValueError(f'--{flag.name} cannot act: {reason}')
 
 
-def decoding(
-  model: directory.Pretrained, record: list[dict], wanted: tasks.Generation
-):
+def decoding(model: Pretrained, record: list[dict], wanted: tasks.Generation):
   """The arguments of the sampler for what a task wants and the flags say.
 
   What was chosen is added to the record.
@@ -122,6 +122,7 @@ def settings(kinds: set[str], decodings: list[dict]) -> dict:
   if 'generate_until' in kinds:
     record |= {
       'max_new_tokens': _MAX_NEW_TOKENS.value,
+      'stop_ids': _MODEL['stop_ids'].value,
       'decoding': decodings,
     }
   return record
@@ -137,8 +138,7 @@ def main(argv):
   loaded = manager.load(_TASKS.value)['tasks'].values()
   kinds = {task.OUTPUT_TYPE for task in loaded}
   check_flags(kinds)
-  path = directory.find(_CHECKPOINT.value)
-  model = directory.load(path)
+  path, model = model_flags.load(_MODEL)
   progress, decodings = command_line.Progress(), []
   # The harness would fork for its error bars, which JAX does not survive.
   os.environ['DISABLE_MULTIPROC'] = '1'
@@ -173,6 +173,7 @@ def main(argv):
     'checkpoint': str(path),
     'settings': settings(kinds, decodings),
     'dtype': model.config.dtype,
+    'int8': _MODEL['int8'].value,
     **environment,
   }
   if _JSON.value:

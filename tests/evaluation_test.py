@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import script_runner
 
 from mdlm_jax import bound_estimators, data, evaluation, predict, schedules
 from mdlm_jax.models.pretrained import Pretrained
@@ -44,7 +45,7 @@ def nats_of_token(ids, valid):
 def successor(ids, valid):
   """Sure of the token after a visible one on its left, else of none."""
   left = jnp.pad(ids, ((0, 0), (1, 0)), constant_values=1)[:, :-1]
-  sure = jax.nn.one_hot(2 + (left - 1) % 7, 9) * 1e4
+  sure = jax.nn.one_hot(2 + (left - 1) % 7, 9) * 50.0
   return jnp.where((left > 1)[..., None], sure, 0.0)
 
 
@@ -214,6 +215,36 @@ def test_the_report_has_the_whole_and_its_documents():
     )
     assert other[name] == value
     assert other['nats_per_token'] != report['nats_per_token'], name
+
+
+def test_any_file_is_read_in_the_symbols_of_the_model(
+  tmp_path, capsys, monkeypatch
+):
+  (tmp_path / 'a.txt').write_text('A, b -- C\n' * 2)
+  model = MODEL._replace(
+    tokenizer=character_tokenizer('abcdef '),
+    history={'config': {'data': {'text8': True}}},
+  )
+
+  monkeypatch.setattr(
+    'mdlm_jax.model_flags.load', lambda flags: (tmp_path, model)
+  )
+
+  def run(*arguments):
+    script_runner.run(
+      'evaluate.py', f'--file={tmp_path}/a.txt', '--json', *arguments
+    )
+    return capsys.readouterr().out
+
+  line = run()
+  report = json.loads(line)
+  assert report['num_characters'] == len('a b c a b c')
+  assert run() == line  # Nothing in it depends on the clock.
+  assert (report['dtype'], report['length']) == ('float32', 4)
+  other = json.loads(run('--length=3', '--context=2', '--num_calls=2'))
+  assert (other['length'], other['context'], other['num_calls']) == (3, 2, 2)
+  with pytest.raises(ValueError, match='--length=5 must be from 1 to'):
+    run('--length=5')
 
 
 def test_environment_names_versions_device_and_precision():

@@ -187,16 +187,14 @@ def harness(monkeypatch):
     monkeypatch.setitem(sys.modules, name, module)
   sys.modules['lm_eval'].tasks = sys.modules['lm_eval.tasks']
   monkeypatch.delitem(sys.modules, 'mdlm_jax.lm_eval_adapter', raising=False)
+  monkeypatch.setattr('mdlm_jax.model_flags.load', lambda flags: ('', MODEL))
   monkeypatch.setenv('DISABLE_MULTIPROC', '1')
   yield
   sys.modules.pop('mdlm_jax.lm_eval_adapter', None)
 
 
 def run(*arguments):
-  load = types.SimpleNamespace(
-    Pretrained=Pretrained, find=lambda path: path, load=lambda path: MODEL
-  )
-  script_runner.run('evaluate_tasks.py', *arguments, directory=load)
+  script_runner.run('evaluate_tasks.py', *arguments)
 
 
 def test_the_adapter_answers_every_kind_of_request(harness, capsys):
@@ -228,6 +226,7 @@ def test_the_adapter_answers_every_kind_of_request(harness, capsys):
   [
     (['--tasks=choose', '--temperature=0.5'], '--temperature cannot act'),
     (['--tasks=choose,roll', '--rule=kernel'], '--rule cannot act'),
+    (['--tasks=choose', '--stop_ids=3'], '--stop_ids cannot act'),
     (['--tasks=roll', '--max_new_tokens=3'], '--max_new_tokens cannot act'),
     (['--tasks=write', '--num_calls=3'], '--num_calls cannot act'),
     (['--tasks=write', '--stop_at_eos'], '--stop_at_eos cannot act'),
