@@ -34,6 +34,7 @@ MONOTONE = {
   'left to right': rules.left_to_right(4),
   'dilated': rules.dilated(),
   'threshold': rules.threshold(0.3),
+  'quota threshold': rules.quota_threshold(3, 0.3),
   'factor': rules.factor(1.6),
   'entropy bound': rules.entropy_bound(2.0),
   'klass': rules.klass(0.2, 0.5),

@@ -127,6 +127,11 @@ COUNTS = schedules.grid_counts(GRID)
     ),
     ('dilated', {'dilation': 3}, rules.dilated(3)),
     ('threshold', {'threshold': 0.5}, rules.threshold(0.5)),
+    (
+      'quota_threshold',
+      {'threshold': 0.5, 'grid': 'cosine'},
+      rules.quota_threshold(3, 0.5, counts=COUNTS),
+    ),
     ('factor', {'factor': 0.5}, rules.factor(0.5)),
     ('entropy_bound', {'gamma': 0.5}, rules.entropy_bound(0.5)),
     (

@@ -69,6 +69,27 @@ def test_threshold_takes_what_reaches_it_and_always_the_best(value, expected):
 
 
 @pytest.mark.parametrize(
+  ('num_steps', 'step', 'value', 'expected'),
+  [
+    # Five slots, so the quotas of two calls are 3 and 2.
+    (2, 0, 0.2, [2, 3, 4]),
+    (2, 0, 0.95, [2, 3, 4]),
+    (2, 1, 0.95, [3, 4]),
+    (2, 1, 0.2, [2, 3, 4]),
+    (5, 0, 0.4, [3, 4]),
+    (5, 0, 0.5, [3]),  # Strictly above.
+    (5, 0, -1.0, [0, 2, 3, 4]),
+    (9, 7, 0.95, []),
+  ],
+)
+def test_quota_threshold_takes_what_exceeds_it_or_the_quota(
+  num_steps, step, value, expected
+):
+  rule = rules.quota_threshold(num_steps, value)
+  assert written(rule, *one_row(MASKED, CONFIDENCE), step) == expected
+
+
+@pytest.mark.parametrize(
   ('value', 'expected'),
   [
     # (n + 1) (1 - c_n) = 0.2, 1.5, 2.8, 4.5 for c = 0.9, 0.5, 0.3, 0.1.
@@ -258,7 +279,13 @@ def test_selections_are_those_of_fast_dllm():
 
 
 @pytest.mark.parametrize(
-  'rule', [rules.threshold(2.0), rules.factor(0.0), rules.klass(2.0, 0.1)]
+  'rule',
+  [
+    rules.threshold(2.0),
+    rules.quota_threshold(3, 2.0),
+    rules.factor(0.0),
+    rules.klass(2.0, 0.1),
+  ],
 )
 def test_one_at_a_time_is_an_exact_sampler(rule):
   joint = random_joint()
@@ -289,7 +316,14 @@ def test_entropy_bound_of_zero_spares_calls_without_error():
 
 
 @pytest.mark.parametrize(
-  'rule', [rules.threshold(0.0), rules.factor(1e9), rules.entropy_bound(1e9)]
+  'rule',
+  [
+    rules.threshold(0.0),
+    rules.quota_threshold(3, 0.0),
+    rules.quota_threshold(1, 2.0),
+    rules.factor(1e9),
+    rules.entropy_bound(1e9),
+  ],
 )
 def test_all_at_once_is_the_product_of_the_marginals(rule):
   joint = random_joint()

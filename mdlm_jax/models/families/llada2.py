@@ -76,7 +76,7 @@ def llada2(fields: Fields) -> Layout:
       num_groups=fields['n_group'],
       num_chosen_groups=fields['topk_group'],
       normalized=fields['num_experts_per_tok'] > 1,
-      scale=fields['routed_scaling_factor'],
+      scale=float(fields['routed_scaling_factor']),
     ),
     num_dense_layers=dense,
   )
