@@ -91,25 +91,37 @@ def test_with_mask_it_is_the_corruption_of_masked_diffusion():
 
 def test_noise_belongs_to_rows_and_positions():
   rng = np.random.default_rng(0)
-  clean, tau = jnp.asarray(rng.integers(2, 5, (4, 6))), jnp.full(4, 0.3)
-  valid = jnp.ones((4, 6), bool).at[1, 4:].set(False)
-  protected = jnp.zeros((4, 6), bool).at[:, 0].set(True)
-  options = {'path': PATHS['hybrid'], 'protected': protected}
-  whole = corrupt(jax.random.key(2), clean, tau, valid, **options)
-  np.testing.assert_array_equal(whole.ids[:, 0], clean[:, 0])
-  np.testing.assert_array_equal(whole.ids[1, 4:], clean[1, 4:])
-  assert not whole.replaced[:, 0].any() and not whole.replaced[1, 4:].any()
-  # The rows in another order, and shifted by the padding of another side.
-  order = jnp.array([2, 0, 3, 1])
-  shift = jnp.array([3, 4, 5, 0, 1, 2])
-  again = corrupt(
-    jax.random.key(2), clean[order][:, shift], tau, valid[order][:, shift],
-    path=PATHS['hybrid'], protected=protected[:, shift], row_ids=order,
-    positions=jnp.tile(shift, (4, 1)),
+  clean, tau = rng.integers(2, 5, (4, 6)), jnp.full(4, 0.3)
+  valid, protected = np.ones((2, 4, 6), bool)
+  valid[1, 4:] = False
+  protected[:, 1:] = False
+
+  def noised(key, order, shift):
+    """The rows in another order, shifted as by padding of another side."""
+    chosen = np.ix_(order, shift)
+    result = corrupt(
+      jax.random.key(key), *(jnp.asarray(x) for x in (clean[chosen], tau)),
+      jnp.asarray(valid[chosen]), path=PATHS['hybrid'],
+      protected=jnp.asarray(protected[chosen]), row_ids=jnp.array(order),
+      positions=jnp.tile(jnp.array(shift), (4, 1)),
+    )  # fmt: skip
+    return jax.tree.map(np.asarray, result)
+
+  rows, slots = np.arange(4), np.arange(6)
+  whole = noised(2, rows, slots)
+  fixed = protected | ~valid
+  np.testing.assert_array_equal(whole.ids[fixed], clean[fixed])
+  assert not whole.replaced[fixed].any()
+  order, shift = [2, 0, 3, 1], [3, 4, 5, 0, 1, 2]
+  again = noised(2, order, shift)
+  np.testing.assert_array_equal(again.ids, whole.ids[np.ix_(order, shift)])
+  assert (noised(3, rows, slots).ids != whole.ids).any()
+  # By default rows and positions count from 0.
+  default = corrupt(
+    jax.random.key(2), jnp.asarray(clean), tau, jnp.asarray(valid),
+    path=PATHS['hybrid'],
   )  # fmt: skip
-  np.testing.assert_array_equal(again.ids, whole.ids[order][:, shift])
-  other = corrupt(jax.random.key(3), clean, tau, valid, **options)
-  assert (other.ids != whole.ids).any()
+  np.testing.assert_array_equal(default.ids[:, 1:], whole.ids[:, 1:])
 
 
 def test_times_and_paths_out_of_range_are_refused():

@@ -59,7 +59,7 @@ def euler(*, corrector: float = 0.0) -> Step:
   """First order in the step: rates times its length, cut off at 1.
 
   A token jumps forward with probability (1 + b) h kappa' / (1 - kappa) and back
-  with b h kappa' / kappa (Gat et al. 2024, arXiv 2407.15595, algorithm 1), h =
+  with b h kappa' / kappa (Gat et al. 2024, arXiv 2407.15595), h =
   tau' - tau. Near the end the first passes 1, and is 1 then; so it is in the
   step that reaches tau = 1. What the first leaves is the most that the second
   can be. For a network that gives the posterior.
