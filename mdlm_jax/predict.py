@@ -248,7 +248,7 @@ def corrupted_log_probs(
 ) -> tuple[Float[Array, 'B L'], Bool[Array, 'B L']]:
   """Corrupts rows that begin at position 0 and asks the network for them.
 
-  What training and evaluation have in common; the losses take what it returns.
+  The losses take what it returns.
 
   Args:
     denoiser: the network.

@@ -80,6 +80,12 @@ def test_a_score_does_not_depend_on_the_other_requests():
   assert (counts.standard_error != together.standard_error).any()
 
 
+def test_answers_of_one_question_meet_the_same_masks():
+  answers = [tasks.encode_answer(MODEL, 'abc', 'defg', i) for i in (7, 7, 9)]
+  scores = tasks.score_answers(MODEL, answers, batch_size=4, num_replicates=4)
+  assert scores.log_prob[0] == scores.log_prob[1] != scores.log_prob[2]
+
+
 def test_a_context_is_cut_on_the_left_and_leaves_its_space_to_the_answer():
   answer = tasks.encode_answer(MODEL, 'abc ' * 8, 'dd', 3)
   assert TOKENIZER.decode(answer.ids) == ('abc ' * 8 + 'dd')[-16:]
@@ -211,6 +217,14 @@ def test_the_adapter_answers_every_kind_of_request(harness, capsys):
   np.testing.assert_allclose(results['loglikelihood_rolling'][0], -LN8, 1e-6)
   assert results['generate_until'] == ['def', 'defg']
   assert set(report['prompts_sha256']) == set(KINDS)
+  adapter = sys.modules['mdlm_jax.lm_eval_adapter']
+  first, second, other = map(adapter._noise_id, REQUESTS['loglikelihood'])
+  assert (
+    first
+    == second
+    != other
+    != adapter._noise_id(REQUESTS['loglikelihood'][2], repeat=1)
+  )
   decodings = report['settings']['decoding']
   assert [d['temperature'] for d in decodings] == [0]
   assert [d['steps'] for d in decodings] == [4]
