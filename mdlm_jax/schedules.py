@@ -4,6 +4,7 @@ Diffusion time runs from t = 0 (clean) to t = 1 (all MASK). `alpha(t)` is the
 probability that a token is kept, 1 - alpha(t) that it is masked.
 """
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -65,7 +66,7 @@ def cosine() -> Schedule:
   """alpha(t) = 1 - cos(pi/2 (1 - t)), MD4's cosine schedule.
 
   Complete: alpha(0) = 1, alpha(1) = 0. It is not MDLM's `cosine`, where
-  alpha(t) is about cos(pi/2 t).
+  alpha(t) is about cos(pi/2 t): that is `mirrored_cosine`.
   """
   half_pi = jnp.pi / 2
   # cos(pi/2 (1 - t)) = sin(pi/2 t): exact at t = 0 and precise near it.
@@ -77,6 +78,39 @@ def cosine() -> Schedule:
       half_pi * jnp.sin(half_pi * (1.0 - t)) / jnp.sin(half_pi * t)
     ),
     inverse=lambda alpha: jnp.arcsin(1.0 - alpha) / half_pi,
+  )
+
+
+@interned
+def mirrored_cosine() -> Schedule:
+  """alpha(t) = cos(pi/2 t), the `cosine` of MDLM and BD3-LM without a floor.
+
+  Complete: alpha(0) = 1, alpha(1) = 0.
+  """
+  quarter_pi = jnp.pi / 4
+  return Schedule(
+    alpha=lambda t: jnp.sin(2 * quarter_pi * (1.0 - t)),
+    # 1 - cos(x) without cancellation.
+    masked=lambda t: 2.0 * jnp.sin(quarter_pi * t) ** 2,
+    derivative=lambda t: -2 * quarter_pi * jnp.sin(2 * quarter_pi * t),
+    weight=lambda t: 2 * quarter_pi / jnp.tan(quarter_pi * t),
+    inverse=lambda alpha: 1.0 - jnp.arcsin(alpha) / (2 * quarter_pi),
+  )
+
+
+@interned
+def logarithmic() -> Schedule:
+  """alpha(t) = 1 - log2(1 + t) (BD3-LM, arXiv 2503.09573, table 8).
+
+  Complete: alpha(0) = 1, alpha(1) = 0.
+  """
+  log_two = float(np.log(2.0))
+  return Schedule(
+    alpha=lambda t: 1.0 - jnp.log1p(t) / log_two,
+    masked=lambda t: jnp.log1p(t) / log_two,
+    derivative=lambda t: -1.0 / ((1.0 + t) * log_two),
+    weight=lambda t: 1.0 / ((1.0 + t) * jnp.log1p(t)),
+    inverse=lambda alpha: jnp.expm1((1.0 - alpha) * log_two),
   )
 
 
@@ -156,6 +190,10 @@ SCHEDULES = {
   'cosine': cosine,
   'geometric': geometric,
   'log_linear': log_linear,
+  'mirrored_cosine': mirrored_cosine,
+  'logarithmic': logarithmic,
+  'square': functools.partial(polynomial, 2.0),
+  'square_root': functools.partial(polynomial, 0.5),
 }
 
 

@@ -22,6 +22,16 @@ FORMULAE = {
     lambda t: np.cos(np.pi / 2 * (1 - t)),
     lambda t: np.pi / 2 * np.sin(np.pi / 2 * (1 - t)),
   ),
+  'mirrored_cosine': (
+    schedules.mirrored_cosine(),
+    lambda t: 2 * np.sin(np.pi / 4 * t) ** 2,  # 1 - cos(pi/2 t).
+    lambda t: np.pi / 2 * np.sin(np.pi / 2 * t),
+  ),
+  'logarithmic': (
+    schedules.logarithmic(),
+    lambda t: np.log2(1 + t),
+    lambda t: 1 / ((1 + t) * np.log(2)),
+  ),
   'square': (schedules.polynomial(2.0), lambda t: t**2, lambda t: 2 * t),
   'root': (
     schedules.polynomial(0.5),
@@ -323,8 +333,9 @@ def test_a_negative_number_of_positions_is_refused():
 
 
 def test_schedules_have_names():
-  for name in ('linear', 'cosine', 'geometric', 'log_linear'):
+  for name in ('linear', 'mirrored_cosine', 'logarithmic', 'log_linear'):
     assert schedules.named_schedule(name) == getattr(schedules, name)()
+  assert schedules.named_schedule('square_root') is schedules.polynomial(0.5)
   with pytest.raises(ValueError, match=r"schedule='quadratic' .* linear"):
     schedules.named_schedule('quadratic')
 

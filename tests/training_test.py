@@ -363,7 +363,7 @@ def test_weight_power_tempers_the_loss_and_not_the_bound(weight_power, factor):
   )
 
 
-def quarter_times(key, row_ids, num_rows, *, t_min):
+def quarter_times(key, row_ids, num_rows, *, t_min, t_max):
   return jnp.full(row_ids.shape, 0.25)
 
 
@@ -423,7 +423,7 @@ def test_impossible_optimizers_are_refused(changes):
 
 
 @pytest.mark.parametrize(
-  'options', [{'ema_decay': 1.0}, {'t_min': 1.0}, {'weight_power': 2.0}]
+  'options', [{'ema_decay': 1.0}, {'t_min': 1.5}, {'weight_power': 2.0}]
 )
 def test_impossible_steps_are_refused(options):
   (name,) = options
