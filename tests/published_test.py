@@ -561,25 +561,34 @@ def test_damaged_files_of_a_tokenizer_are_named(tmp_path):
 
 
 def test_parameters_go_to_the_shards_that_are_asked_for():
+  """And the network computes on all of them what it does on one."""
   program = f"""
-import jax, numpy as np
-from mdlm_jax.models import directory, param_tree
+import sys
+sys.path.insert(0, {str(script_runner.ROOT / 'tests')!r})
+import golden_data, jax, jax.numpy as jnp, numpy as np
+from mdlm_jax import predict
+from mdlm_jax.models import directory, param_tree, placement
 mesh = jax.make_mesh((8,), ('x',), axis_types=(jax.sharding.AxisType.Auto,))
-asked = {{}}
-
-def sharding(key, shape):
-  spec = [None] * (len(shape) - 1) + ['x']
-  asked[key] = jax.sharding.NamedSharding(mesh, jax.P(*spec))
-  return asked[key]
-
+sharding = placement.tensor_parallel(mesh, 'x')
 whole = directory.load({str(LLADA)!r})
 split = directory.load({str(LLADA)!r}, sharding=sharding)
 leaves = param_tree.flat(split.params)
-assert asked.keys() == leaves.keys() == param_tree.flat(whole.params).keys()
 for key, leaf in leaves.items():
-  assert leaf.sharding.is_equivalent_to(asked[key], leaf.ndim), key
-  assert leaf.addressable_shards[0].data.nbytes == leaf.nbytes // 8, key
+  asked = sharding(key, leaf.shape)
+  assert leaf.sharding.is_equivalent_to(asked, leaf.ndim), key
+  parts = 1 if key.endswith('scale') else 8
+  assert leaf.addressable_shards[0].data.nbytes == leaf.nbytes // parts, key
 jax.tree.map(np.testing.assert_array_equal, split.params, whole.params)
+golden = golden_data.load('llada/generate')['logits_2']
+ids = jnp.asarray(golden['input_ids'])
+found, _ = jax.jit(predict.network_logits, static_argnames='denoiser')(
+  split.denoiser, split.params, None, ids, at=None, step=0,
+  t=jnp.ones(len(ids)), valid=jnp.ones(ids.shape, bool),
+  positions=jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape),
+  segments=None,
+)
+assert len(found.devices()) == 8
+np.testing.assert_allclose(found, golden['logits'], atol=1e-4)
 """
   environment = os.environ | {
     'XLA_FLAGS': '--xla_force_host_platform_device_count=8',

@@ -1,0 +1,37 @@
+"""scripts/experiments/memory.py against sizes counted by hand."""
+
+import json
+
+import golden_data
+import jax
+import pytest
+import script_runner
+
+from mdlm_jax.models import families, placement
+
+# Width 48, 4 heads, MLP 112, 2 layers, 128 ids, separate head.
+CONFIG = families.layout(
+  json.loads((golden_data.FOLDER / 'llada' / 'config.json').read_text())
+).config
+MATRICES = 2 * (4 * 48 * 48 + 3 * 48 * 112)
+REST = 2 * 128 * 48 + 5 * 48
+OUTPUTS = 2 * (4 * 48 + 2 * 112 + 48)
+MESH = jax.make_mesh((1,), ('x',), axis_types=(jax.sharding.AxisType.Auto,))
+SHARDING = placement.tensor_parallel(MESH, 'x')
+
+
+@pytest.fixture(scope='module')
+def memory():
+  return script_runner.load('experiments/memory.py')
+
+
+def test_weights_cache_and_operations(memory):
+  count = memory.weight_bytes
+  assert count(CONFIG, SHARDING, int8=False) == 2 * (MATRICES + REST)
+  eight_bits = MATRICES + 4 * OUTPUTS + 2 * REST
+  assert count(CONFIG, SHARDING, int8=True) == eight_bits
+  # Keys and values of two layers at 20 slots.
+  assert memory.cache_bytes(CONFIG, 2, 10) == 2 * 2 * 2 * 48 * 20
+  # Three of ten slots: matrices, scores and mixing in two layers, the head.
+  products = 3 * (MATRICES + 2 * 2 * 48 * 10 + 128 * 48)
+  assert memory.operations(CONFIG, 1, 3, 10, 3) == 2 * products

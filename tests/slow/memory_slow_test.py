@@ -1,0 +1,26 @@
+"""scripts/experiments/memory.py compiles what it says; on a tiny model."""
+
+import json
+
+import golden_data
+import jax
+import script_runner
+
+from mdlm_jax.models import families, placement
+
+
+def test_temporaries_hold_the_cache_and_the_logits():
+  config = families.layout(
+    json.loads((golden_data.FOLDER / 'llada' / 'config.json').read_text())
+  ).config
+  memory = script_runner.load('experiments/memory.py')
+  mesh = jax.make_mesh((1,), ('x',), axis_types=(jax.sharding.AxisType.Auto,))
+  sharding = placement.tensor_parallel(mesh, 'x')
+  found = {
+    name: memory.compiled_bytes(config, sharding, 1, 64, 4, policy)
+    for name, policy in memory._POLICIES.items()
+  }
+  # In float32.
+  cache, logits = 2 * memory.cache_bytes(config, 1, 64), 4 * 4 * 128
+  assert found['none'] > logits
+  assert found['dual'] > found['none'] + cache
