@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import types
 
 import golden_data
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import script_runner
 
-from mdlm_jax import predict
+from mdlm_jax import model_flags, predict
 from mdlm_jax.models import directory, int8, param_tree
 
 pytest.importorskip('qwix')
@@ -102,3 +103,11 @@ def test_a_model_of_this_library():
   kept = int8.quantize('blocks/up/kernel', stack)
   check_rounded(int8.dense({'a': kept})['a'], stack)
   assert int8.quantize('embedding', stack) is stack
+
+
+def test_the_flag_of_the_scripts():
+  values = {'checkpoint': str(LLADA), 'dtype': 'bfloat16', 'int8': True}
+  holders = {k: types.SimpleNamespace(value=v) for k, v in values.items()}
+  _, model = model_flags.load(holders)
+  assert model.params['blocks']['up']['kernel'].qvalue.dtype == jnp.int8
+  assert model.params['embedding'].dtype == jnp.bfloat16
