@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import types
 
 import golden_data
 import jax
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import script_runner
+from absl import flags
 
 from mdlm_jax import model_flags, predict
 from mdlm_jax.models import directory, int8, param_tree
@@ -106,8 +106,13 @@ def test_a_model_of_this_library():
 
 
 def test_the_flag_of_the_scripts():
-  values = {'checkpoint': str(LLADA), 'dtype': 'bfloat16', 'int8': True}
-  holders = {k: types.SimpleNamespace(value=v) for k, v in values.items()}
+  values = flags.FlagValues()
+  holders = {
+    'checkpoint': flags.DEFINE_string('checkpoint', '', '', values),
+    'dtype': flags.DEFINE_string('dtype', None, '', values),
+    'int8': flags.DEFINE_bool('int8', False, '', values),
+  }
+  values(['x', f'--checkpoint={LLADA}', '--dtype=bfloat16', '--int8'])
   _, model = model_flags.load(holders)
   assert model.params['blocks']['up']['kernel'].qvalue.dtype == jnp.int8
   assert model.params['embedding'].dtype == jnp.bfloat16
