@@ -13,6 +13,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 
 from mdlm_jax import bound_estimators, evaluation, tasks
+from mdlm_jax.models import chat_template
 from mdlm_jax.models.pretrained import Pretrained
 
 
@@ -28,6 +29,7 @@ class LanguageModel(LM):
     self,
     model: Pretrained,
     *,
+    writer: Pretrained,
     decoding: Callable[[tasks.Generation], tasks.Decoding],
     num_replicates: int = 8,
     num_calls: int | None = None,
@@ -35,11 +37,13 @@ class LanguageModel(LM):
     batch_size: int = 32,
     seed: int = 0,
     on_progress: tasks.OnProgress | None = None,
+    template: chat_template.ChatTemplate | None = None,
   ):
     """Takes the settings.
 
     Args:
       model: the network and its tokenizer.
+      writer: the same as it writes, see `decoding_flags.attending`.
       decoding: how texts are written, given what their task wants.
       num_replicates: independent estimates of a score, at least 2.
       num_calls: network calls of one, as in `tasks.score_answers`; of a window
@@ -49,15 +53,17 @@ class LanguageModel(LM):
       seed: of all noise.
       on_progress: called with the network calls done and planned of one kind
         of request.
+      template: of a chat model, for prompts that the harness makes chats.
     """
     super().__init__()
     self.record: dict[str, Any] = {'prompts_sha256': {}}
     self._model = model
-    self._decoding = decoding
+    self._writer, self._decoding = writer, decoding
     self._num_replicates, self._num_calls = num_replicates, num_calls
     self._max_new_tokens = max_new_tokens
     self._batch_size, self._seed = batch_size, seed
     self._on_progress = on_progress
+    self._template = template
 
   def loglikelihood(
     self, requests: Sequence[Instance]
@@ -121,7 +127,7 @@ class LanguageModel(LM):
     for wanted, members in groups.items():
       places, prompts = zip(*members, strict=True)
       written = tasks.continuations(
-        self._model,
+        self._writer,
         prompts,
         num_tokens=wanted.num_tokens,
         decoding=self._decoding(wanted),
@@ -133,6 +139,21 @@ class LanguageModel(LM):
       for place, text in zip(places, written, strict=True):
         texts[place] = text
     return texts
+
+  def apply_chat_template(
+    self,
+    chat_history: list[dict[str, str]],
+    add_generation_prompt: bool = True,
+  ) -> str:
+    """The prompt of a chat."""
+    return chat_template.render(
+      self._template, chat_history, add_generation_prompt=add_generation_prompt
+    )
+
+  @property
+  def tokenizer_name(self) -> str:
+    """For caches of the harness, which are not used."""
+    return ''
 
   def _note_prompts(self, requests):
     by_task = {}

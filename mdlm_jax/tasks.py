@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float
 from mdlm_jax import (
   bound_estimators,
   canvas,
+  decoding_flags,
   draws,
   evaluation,
   rules,
@@ -273,47 +274,56 @@ def continuations(
       f'{num_tokens=} new tokens must be from 1 to the length {longest} of the '
       'model'
     )
-  kept = [p.ids[max(len(p.ids) + num_tokens - longest, 0) :] for p in prompts]
-  groups = _groups(_row_length(len(ids) + num_tokens, longest) for ids in kept)
-  params, key = evaluation.on_every_device((model.params, jax.random.key(seed)))
-  texts, done = [''] * len(prompts), 0
+  given = [p.ids[max(len(p.ids) + num_tokens - longest, 0) :] for p in prompts]
+  rows = decoding_flags.whole_blocks(
+    [[*ids, *[None] * num_tokens] for ids in given], model
+  )
+  groups = _groups(_row_length(len(row), longest) for row in rows)
   batches = [
-    (length, np.asarray(members)[rows], len(members) - k * rows.shape[0])
+    (length, np.array(members)[batch], len(members) - start)
     for length, members in groups.items()
-    for k, rows in enumerate(evaluation.row_batches(len(members), batch_size))
+    for start, batch in _starts(len(members), batch_size)
   ]
-  for batch, (length, members, count) in enumerate(batches):
-    filled = evaluation.over_devices(
-      canvas.from_rows(
-        [[*kept[m], *[None] * num_tokens] for m in members],
-        model.vocab,
-        length=length,
+  params, key = evaluation.on_every_device((model.params, jax.random.key(seed)))
+  texts = [''] * len(prompts)
+  for number, (length, members, num_left) in enumerate(batches):
+    filled, noise_ids = evaluation.over_devices(
+      (
+        canvas.from_rows(
+          [rows[m] for m in members], model.vocab, length=length
+        ),
+        np.array([prompts[m].noise_id for m in members], np.int32),
       )
     )
     chosen = decoding(filled)
-    if on_progress is not None and not batch:
+    if on_progress is not None and number == 0:
       on_progress(0, chosen.num_calls * len(batches))
     result = sampling.sample(
       model.denoiser,
       params,
       key,
       filled,
-      row_ids=evaluation.over_devices(
-        np.array([prompts[m].noise_id for m in members], np.int32)
-      ),
+      row_ids=noise_ids,
       **chosen.static,
       **chosen.arrays,
     )
-    ids, num_new = jax.device_get((result.ids, result.num_tokens))
-    for row, m in enumerate(members[: max(count, 0)]):
-      new = ids[row, len(kept[m]) :][: num_new[row]]
+    # Beyond those left are copies that fill up the batch.
+    for m, ids in zip(members[:num_left], np.asarray(result.ids)):
+      new = ids[len(given[m]) :][:num_tokens]
       ended = np.isin(new, model.vocab.eos_ids)
       new = new[: np.argmax(ended)] if ended.any() else new
       texts[m] = _before(model.tokenizer.decode(new), until)
-    done += chosen.num_calls
     if on_progress is not None:
-      on_progress(done, chosen.num_calls * len(batches))
+      on_progress(
+        chosen.num_calls * (number + 1), chosen.num_calls * len(batches)
+      )
   return texts
+
+
+def _starts(num_rows, batch_size):
+  """The number of the first row of every batch, and those of its rows."""
+  batches = evaluation.row_batches(num_rows, batch_size)
+  return zip(range(0, batches.size, batches.shape[1]), batches, strict=True)
 
 
 def _greedy(model, rows, answer, size, batch_size):

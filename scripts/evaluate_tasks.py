@@ -7,13 +7,16 @@ Tasks that choose among answers, or score whole texts, read bounds on the
 likelihood (docs/likelihood.md); all answers of a question meet the same masks.
 Tasks that read what the model writes decode as scripts/sample.py does, by the
 same flags; greedily where neither the task nor --temperature says otherwise.
+Models that were trained on chats need --chat, with the extra `chat`.
 A flag that could act on none of the tasks is an error.
 """
 
 import contextlib
 import functools
+import hashlib
 import json
 import os
+import pathlib
 import sys
 import types
 
@@ -26,6 +29,7 @@ from mdlm_jax import (
   model_flags,
   tasks,
 )
+from mdlm_jax.models import chat_template
 from mdlm_jax.models.pretrained import Pretrained
 
 with command_line.extra('eval'):
@@ -44,6 +48,9 @@ _LIMIT = flags.DEFINE_integer(
 )
 _NUM_FEWSHOT = flags.DEFINE_integer(
   'num_fewshot', None, "Examples in a prompt. Default: the task's.", 0
+)
+_CHAT = flags.DEFINE_bool(
+  'chat', False, "Prompts are chats, by the template of the model's directory."
 )
 _NUM_REPLICATES = flags.DEFINE_integer(
   'num_replicates', 8, 'Independent estimates of every log-likelihood.', 2
@@ -106,6 +113,17 @@ def decoding(model: Pretrained, record: list[dict], wanted: tasks.Generation):
   return chosen
 
 
+def chat_model(path: pathlib.Path, model: Pretrained):
+  """The model, which ends a text where a turn ends, and its template."""
+  template = chat_template.read(path)
+  if template is None:
+    raise ValueError(f'--chat cannot act: {path} has no chat template')
+  end = chat_template.end_of_turn(template, model.tokenizer)
+  if end is not None:
+    model = model._replace(vocab=model_flags.with_ends(model.vocab, [end]))
+  return model, template
+
+
 def settings(kinds: set[str], decodings: list[dict]) -> dict:
   """Everything that was chosen and could act."""
   record = {
@@ -139,18 +157,24 @@ def main(argv):
   kinds = {task.OUTPUT_TYPE for task in loaded}
   check_flags(kinds)
   path, model = model_flags.load(_MODEL)
+  template = None
+  if _CHAT.value:
+    model, template = chat_model(path, model)
+  writer = decoding_flags.attending(_DECODING, model)
   progress, decodings = command_line.Progress(), []
   # The harness would fork for its error bars, which JAX does not survive.
   os.environ['DISABLE_MULTIPROC'] = '1'
   language_model = LanguageModel(
     model,
-    decoding=functools.partial(decoding, model, decodings),
+    writer=writer,
+    decoding=functools.partial(decoding, writer, decodings),
     num_replicates=_NUM_REPLICATES.value,
     num_calls=_NUM_CALLS.value,
     max_new_tokens=_MAX_NEW_TOKENS.value,
     batch_size=_BATCH_SIZE.value,
     seed=_SEED.value,
     on_progress=progress,
+    template=template,
   )
   with contextlib.redirect_stdout(sys.stderr):  # The report alone is output.
     found = lm_eval.simple_evaluate(
@@ -160,6 +184,7 @@ def main(argv):
       limit=_LIMIT.value,
       num_fewshot=_NUM_FEWSHOT.value,
       log_samples=False,
+      apply_chat_template=_CHAT.value,
     )
   progress.close()
   environment = evaluation.environment()
@@ -170,6 +195,8 @@ def main(argv):
     'num_samples': found['n-samples'],
     'num_fewshot': found['n-shot'],
     **language_model.record,
+    'chat_template_sha256': template
+    and hashlib.sha256(template.source.encode()).hexdigest(),
     'checkpoint': str(path),
     'settings': settings(kinds, decodings),
     'dtype': model.config.dtype,

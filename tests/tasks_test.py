@@ -1,5 +1,6 @@
 """Requests of benchmark tasks: exact scores, texts, and what is refused."""
 
+import hashlib
 import json
 import math
 import sys
@@ -13,6 +14,7 @@ import pytest
 import script_runner
 
 from mdlm_jax import decoding_flags, draws, predict, rules, schedules, tasks
+from mdlm_jax.models import chat_template
 from mdlm_jax.models.pretrained import Pretrained
 from mdlm_jax.models.transformer import TransformerConfig
 from mdlm_jax.tokenizer import character_tokenizer
@@ -160,7 +162,7 @@ KINDS = {
 
 
 @pytest.fixture
-def harness(monkeypatch):
+def harness(monkeypatch, tmp_path):
   """What the script needs of `lm_eval`, with the requests of above."""
 
   class Manager:
@@ -173,9 +175,16 @@ def harness(monkeypatch):
       kinds = [types.SimpleNamespace(OUTPUT_TYPE=KINDS[n]) for n in names]
       return {'tasks': dict(zip(names, kinds, strict=True))}
 
-  def simple_evaluate(model, tasks, **options):
+  def simple_evaluate(model, tasks, apply_chat_template, **options):
+    def asked(request):
+      if not apply_chat_template:
+        return request
+      context, *rest = request.args
+      chat = [{'role': 'user', 'content': context}]
+      return request._replace(args=(model.apply_chat_template(chat), *rest))
+
     found = {
-      kind: getattr(model, kind)(requests)
+      kind: getattr(model, kind)([asked(request) for request in requests])
       for kind, requests in REQUESTS.items()
       if requests[0].task_name in tasks
     }
@@ -193,7 +202,9 @@ def harness(monkeypatch):
     monkeypatch.setitem(sys.modules, name, module)
   sys.modules['lm_eval'].tasks = sys.modules['lm_eval.tasks']
   monkeypatch.delitem(sys.modules, 'mdlm_jax.lm_eval_adapter', raising=False)
-  monkeypatch.setattr('mdlm_jax.model_flags.load', lambda flags: ('', MODEL))
+  monkeypatch.setattr(
+    'mdlm_jax.model_flags.load', lambda flags: (tmp_path, MODEL)
+  )
   monkeypatch.setenv('DISABLE_MULTIPROC', '1')
   yield
   sys.modules.pop('mdlm_jax.lm_eval_adapter', None)
@@ -233,6 +244,28 @@ def test_the_adapter_answers_every_kind_of_request(harness, capsys):
   report = json.loads(capsys.readouterr().out)
   assert report['results']['generate_until'] == ['d', 'd']
   assert 'num_replicates' not in report['settings']
+
+
+def test_chats_follow_the_template_and_end_with_the_turn(
+  harness, capsys, monkeypatch, tmp_path
+):
+  with pytest.raises(ValueError, match='--chat cannot act'):
+    run('--tasks=write', '--chat')
+  source = '{{ messages[0].content }}d'
+  template = chat_template.ChatTemplate(source, tmp_path, {})
+  monkeypatch.setattr(chat_template, 'read', lambda path: template)
+  monkeypatch.setattr(
+    chat_template,
+    'render',
+    lambda template, messages, **unused: messages[0]['content'] + 'd',
+  )
+  # After its turn comes the token of 'g'.
+  monkeypatch.setattr(chat_template, 'end_of_turn', lambda *unused: 9)
+  run('--tasks=write', '--chat', '--json')
+  report = json.loads(capsys.readouterr().out)
+  assert report['results']['generate_until'] == ['ef', 'ef']
+  digest = hashlib.sha256(source.encode()).hexdigest()
+  assert report['chat_template_sha256'] == digest
 
 
 @pytest.mark.parametrize(
