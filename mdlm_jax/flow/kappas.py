@@ -19,7 +19,7 @@ class Kappa(NamedTuple):
 
   Attributes:
     kappa: tau in [0, 1] -> probability that a token is the clean one, from
-      kappa(0) = 0 to kappa(1) = 1, never falling.
+      kappa(0) = 0 to kappa(1) = 1 exactly, never falling.
     complement: tau -> 1 - kappa(tau), in a closed form without cancellation.
     derivative: tau -> kappa'(tau), never negative.
   """

@@ -123,8 +123,8 @@ def hybrid(vocab: Vocab, uniform_share: float) -> Path:
     uniform_share: p, in [0, 1); 0 is the masked path.
 
   Returns:
-    The path. Its source moves: it is for `flow_losses.diffusion_bound` and
-    `flow_sampling.ancestral`.
+    The path. Its source moves: it is for `flow.diffusion_bound` and
+    `flow.ancestral`, not for the mixture rates.
 
   Raises:
     ValueError: `uniform_share` is out of range.

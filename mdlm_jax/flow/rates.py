@@ -120,7 +120,7 @@ def posterior_logits(
 ) -> Float[Array, '*S V']:
   """What is known of a clean token once its own noised token is seen as well.
 
-  A network trained with `flow_losses.diffusion_bound` learns p(x_l | all tokens
+  A network trained with `flow.diffusion_bound` learns p(x_l | all tokens
   but z_l), the rates above need p(x_l | all tokens), the product of it with
   p_tau(z_l | x_l), which is larger at x_l = z_l by the factor
   1 + kappa / ((1 - kappa) pi(z_l)). With MASK as source they are the same.

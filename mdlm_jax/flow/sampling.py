@@ -143,7 +143,7 @@ def ancestral() -> Step:
   arXiv 2503.04482). It is a mixture: a token becomes its candidate with
   probability m(z) kappa_s / q_t(z | x_theta), is drawn from the source with
   m(z) (1 - kappa_s) / q_t(z | x_theta), and stays otherwise. For a network
-  trained with `flow_losses.diffusion_bound`, and for every path.
+  trained with `flow.diffusion_bound`, and for every path.
 
   Returns:
     The step.
