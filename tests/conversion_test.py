@@ -58,9 +58,12 @@ def written(path):
   return found
 
 
+network_logits = jax.jit(predict.network_logits, static_argnames='denoiser')
+
+
 def logits(denoiser, params):
   ids = jnp.array([[1, 3, 4, 1]])
-  return predict.network_logits(
+  return network_logits(
     denoiser, params, None, ids, at=None, step=0, t=jnp.ones(1),
     valid=jnp.ones((1, 4), bool), positions=jnp.arange(4)[None], segments=None,
   )[0]  # fmt: skip
@@ -138,8 +141,16 @@ def test_a_published_model_as_a_directory_of_this_library(tmp_path):
     # Inputs are scaled by sqrt(8) / 0.25, which no family has.
     ({}, 'LLaDAModelLM', False),
     ({'embedding_scale': 8**0.5, 'logit_scale': 8**-0.5}, 'LLaDAModelLM', True),
-    ({'embedding_scale': 1.0, 'logit_scale': 0.5}, 'LLaDAModelLM', False),
-    ({'qk_norm': 'projection', 'qkv_bias': True}, 'LLaDAModelLM', False),
+    (
+      {
+        'embedding_scale': 1.0,
+        'logit_scale': 0.5,
+        'qk_norm': 'projection',
+        'qkv_bias': True,
+      },
+      'LLaDAModelLM',
+      False,
+    ),
     ({'qk_norm': 'head', 'embedding_scale': 1.0}, 'A2DQwen3LMHeadModel', True),
     ({'shifted': True, 'tied_head': False}, 'DreamModel', False),
   ],
