@@ -238,6 +238,7 @@ def settings(model: Pretrained, path, chosen: Chosen) -> dict:
     'seed': _SEED.value,
     'num_samples': _NUM_SAMPLES.value,
     'dtype': model.config.dtype,
+    'int8': _MODEL['int8'].value,
     'eos_ids': model.vocab.eos_ids,
     **evaluation.environment(),
   }
