@@ -14,7 +14,6 @@ several times as long.
 """
 
 import dataclasses
-import json
 import pathlib
 
 import jax
@@ -65,7 +64,7 @@ _INT8 = flags.DEFINE_bool('int8', False, 'Matrices of layers in eight bits.')
 _COMPILE = flags.DEFINE_bool(
   'compile', True, 'Compiles the sampler for its temporaries.'
 )
-_JSON = flags.DEFINE_bool('json', False, 'Prints one line of JSON.')
+_JSON = flags.DEFINE_string('json', None, 'File for the numbers.')
 
 _GB = 1e9
 _LLADA_8B = TransformerConfig(
@@ -157,6 +156,7 @@ def operations(config, rows: int, computed: int, seen: int, width: int) -> int:
 
 def main(argv):
   del argv
+  command_line.check_outputs(plot=None, numbers=_JSON.value)
   jax.config.update('jax_platforms', 'cpu')
   jax.config.update('jax_num_cpu_devices', _DEVICES.value)
   config = dataclasses.replace(config_of_flags(), dtype='float32')
@@ -204,9 +204,7 @@ def main(argv):
     record['seconds_per_call'][name] = max(
       work / (tera * 1e12), weights / (giga * 1e9)
     )
-  if _JSON.value:
-    print(json.dumps(record))
-    return
+  command_line.write_json(_JSON.value, record)
   print(
     f'{record["parameters"] / 1e9:.2f} * 10^9 parameters, {rows} row(s) of '
     f'{length} slots, {width} open; {_DEVICES.value} device(s)\n'
