@@ -35,3 +35,15 @@ def test_weights_cache_and_operations(memory):
   # Three of ten slots: matrices, scores and mixing in two layers, the head.
   products = 3 * (MATRICES + 2 * 2 * 48 * 10 + 128 * 48)
   assert memory.operations(CONFIG, 1, 3, 10, 3) == 2 * products
+
+
+def test_a_token_passes_the_experts_that_it_chooses(memory):
+  path = golden_data.FOLDER / 'llada2_moe' / 'config.json'
+  config = families.layout(json.loads(path.read_text())).config
+  # Width 48, 4 query heads and 2 others of width 16; a dense layer of 96, then
+  # two with a router, 4 of 16 experts of 24 and a shared one.
+  attention = 48 * 16 * (4 + 2 + 2) + 4 * 16 * 48
+  products = 3 * attention + 3 * 48 * 96 + 2 * (48 * 16 + 5 * 3 * 48 * 24)
+  # Scores and mixing at 7 slots in three layers, and the head.
+  products += 2 * 3 * 4 * 16 * 7 + 48 * 128
+  assert memory.operations(config, 1, 1, 7, 1) == 2 * products

@@ -146,12 +146,18 @@ def compiled_bytes(config, sharding, rows, length, width, cache) -> int:
 def operations(config, rows: int, computed: int, seen: int, width: int) -> int:
   """Of one call: products with matrices, attention, and the head."""
   shapes = param_tree.shapes(config)
-  matrices = sum(
-    leaf.size for key, leaf in shapes.items() if key.endswith('/kernel')
-  )
+  matrices = sum(_passed(config, key, leaf) for key, leaf in shapes.items())
   attention = 2 * config.num_layers * config.num_heads * config.head_dim * seen
   head = config.vocab_size * config.model_dim
   return 2 * rows * (computed * (matrices + attention) + width * head)
+
+
+def _passed(config, key, leaf) -> int:
+  """Weights of a parameter with which one token is multiplied."""
+  if 'experts/' in key and leaf.ndim == 4:  # [layers, experts, in, out]
+    return leaf.size * config.experts.num_chosen // config.experts.num_experts
+  is_matrix = key.endswith('/kernel') or ('experts/' in key and leaf.ndim == 3)
+  return leaf.size if is_matrix else 0
 
 
 def main(argv):
