@@ -104,13 +104,10 @@ def bound(
   """
   check_integer('num_replicates', num_replicates, 2)  # Or there is no spread.
   check_integer('calls_at_once', calls_at_once, 1)
-  num_rows, length = ids.shape
   if valid is None:
     valid = jnp.ones(ids.shape, bool)
-  if positions is None:
-    positions = jnp.broadcast_to(jnp.arange(length), ids.shape)
   if row_ids is None:
-    row_ids = jnp.arange(num_rows)
+    row_ids = jnp.arange(len(ids))
   check_values(~answer | valid, 'answer must lie within valid')
   if estimator.max_tokens is not None:
     check_values(
@@ -301,9 +298,13 @@ def _replicates(
       row_noise = call_noise(row_key, positions, estimator.num_calls)
       return estimator.masks(row_noise, answer)
 
+    # The network is told where there are none, which may save it time.
+    slots = positions
+    if slots is None:
+      slots = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
     keys = noise.row_keys(key, row_ids)
     masks = jax.vmap(row_masks, out_axes=1)(
-      keys, noise.packed_positions(positions, segments), answer
+      keys, noise.packed_positions(slots, segments), answer
     )
     return jax.lax.map(call, masks, batch_size=calls_at_once).sum(0)
 
