@@ -253,7 +253,9 @@ def whole_blocks(
   length = model.config.attention_block or 1
   result = []
   for row in rows:
-    size = min(-(-len(row) // length) * length, model.config.max_length)
+    size = -(-len(row) // length) * length
+    if len(row) <= model.config.max_length:
+      size = min(size, model.config.max_length)
     is_open = bool(row) and row[-1] is None
     result.append(row + [None] * (size - len(row)) if is_open else row)
   return result

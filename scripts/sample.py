@@ -72,7 +72,8 @@ _LENGTH = flags.DEFINE_integer(
   'length',
   None,
   "New tokens after the prompt. Default: what is left of the model's length, "
-  f'at most {_MOST_NEW_TOKENS}.',
+  f'at most {_MOST_NEW_TOKENS}. A model that attends by blocks takes any length: '
+  'its context slides.',
 )
 _DECODING = decoding_flags.define()
 _SEED = flags.DEFINE_integer(
@@ -137,8 +138,9 @@ def make_rows(model: Pretrained) -> list[Row]:
     prompt = make_prompt(model)
     left = min(max_length - len(prompt), _MOST_NEW_TOKENS)
     length = _LENGTH.value or max(left, 1)
-    _check_fits(len(prompt), length, max_length)
     rows = [[*prompt, *[None] * length]] * _NUM_SAMPLES.value
+  if model.config.attention_block is not None:
+    return rows  # Its context slides over a row of any length.
   for row in rows:
     new = row.count(None)
     _check_fits(len(row) - new, new, max_length)

@@ -32,7 +32,7 @@ PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12]]
 def network(attention_block=None, **options):
   config = transformer.TransformerConfig(
     vocab_size=16, num_layers=2, model_dim=16, num_heads=2, mlp_dim=24,
-    max_length=32, attention_block=attention_block, **options,
+    attention_block=attention_block, **{'max_length': 32} | options,
   )  # fmt: skip
   generator = np.random.default_rng(0)
   params = jax.tree.map(
@@ -275,3 +275,26 @@ def test_policies_that_do_not_fit_are_refused():
   refuse((stub, ()), 'keeps a cache', cache=caches.dual())
   with pytest.raises(ValueError, match='interval=0'):
     caches.delayed(0)
+
+
+def test_a_context_that_slides_is_that_of_the_trained_length():
+  """Of 16 slots a model of length 8 sees, in each block, the last 8."""
+  canvas = from_prompts([PROMPTS[0], PROMPTS[1][:3]], 13, VOCAB)
+  short, params = network(4, max_length=8)
+  ids = jnp.array([[5, 6, 7, 8, 9, 10, 11, 12, 3, 4, 5, 6, 13, 14, 15, 3]] * 2)
+
+  def last_block(denoiser, ids):
+    return denoiser.features(
+      params, None, ids, at=None, step=0, t=jnp.zeros(2), segments=None,
+      valid=jnp.ones(ids.shape, bool),
+      positions=jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape),
+    )[0][:, -4:]  # fmt: skip
+
+  far = ids.at[1, :4].set(2)  # Beyond the reach of two layers of two blocks.
+  near = ids.at[1, 8:12].set(2)
+  for changed, is_seen in ((far, False), (near, True)):
+    hidden = np.asarray(last_block(short, changed))
+    assert (np.abs(hidden[0] - hidden[1]).max() > 1e-3) == is_seen
+  model = short, params
+  plain = run(model, canvas, 4)
+  assert_same_decoding(plain, run(model, canvas, 4, cache=caches.exact()))

@@ -13,6 +13,8 @@ def attention_mask(
   valid: Bool[Array, 'B L'],
   segments: Int[Array, 'B L'] | None = None,
   blocks: Int[Array, 'B L'] | None = None,
+  *,
+  reach: int | None = None,
 ) -> Bool[Array, 'B #Q L']:
   """Which keys each query sees: valid ones, of its own segment.
 
@@ -24,6 +26,7 @@ def attention_mask(
       Shape `[B, L]`.
     blocks: number of the block at each position, see `attention_blocks`; later
       blocks are not seen. Shape `[B, L]`.
+    reach: how many blocks are seen, the own one and those before it; None: all.
 
   Returns:
     Shape `[B, 1, L]`, or `[B, L queries, L keys]` with segments or blocks.
@@ -36,7 +39,10 @@ def attention_mask(
   if segments is not None:
     mask &= segments[:, :, None] == segments[:, None, :]
   if blocks is not None:
-    mask &= blocks[:, :, None] >= blocks[:, None, :]
+    ahead = blocks[:, :, None] - blocks[:, None, :]
+    mask &= ahead >= 0
+    if reach is not None:
+      mask &= ahead < reach
   return mask
 
 

@@ -19,7 +19,7 @@ from jaxtyping import Array, Key
 
 from mdlm_jax import alignment, predict
 from mdlm_jax.interning import interned
-from mdlm_jax.models import int8
+from mdlm_jax.models import experts, int8
 from mdlm_jax.models.attention import (
   attend_all,
   attend_stored,
@@ -75,7 +75,9 @@ def denoiser(config: TransformerConfig) -> predict.Denoiser:
   compute dtype; logits are float32.
 
   `features` raises ValueError for a sequence longer than `config.max_length`
-  and AssertionError for shapes that disagree.
+  and AssertionError for shapes that disagree. A network that attends by blocks
+  takes any length: a block then sees the blocks of so many positions that end
+  with itself.
   """
   return predict.Denoiser(
     functools.partial(_features, config),
@@ -123,10 +125,19 @@ def _features(
   config, params, cache, ids, *, at, step, t, valid, positions, segments
 ):
   del step
-  t = _checked_level(config, ids, t, valid, positions, segments)
+  reach = None
+  if config.attention_block and ids.shape[1] > config.max_length:
+    # A sliding context: as many blocks as it was trained to see.
+    reach = config.max_length // config.attention_block
+  else:
+    _check_length(config, ids)
+  t = _checked_level(ids, t, valid, positions, segments)
   computed = None if cache is None else at
   mask = attention_mask(
-    valid, segments, attention_blocks(positions, config.attention_block)
+    valid,
+    segments,
+    attention_blocks(positions, config.attention_block),
+    reach=reach,
   )
   if computed is None:
     attend = functools.partial(attend_all, mask)
@@ -155,7 +166,8 @@ def _paired(
   slots = positions
   if positions is None:
     slots = jnp.broadcast_to(jnp.arange(length), noisy_ids.shape)
-  t = _checked_level(config, noisy_ids, t, valid, slots, segments)
+  _check_length(config, noisy_ids)
+  t = _checked_level(noisy_ids, t, valid, slots, segments)
   if positions is None and length <= config.attention_block:
     # One block, which no clean slot is before.
     features = functools.partial(_features, config)
@@ -188,7 +200,15 @@ def _paired(
   return hidden[:, :length]
 
 
-def _checked_level(config, ids, t, valid, positions, segments):
+def _check_length(config, ids):
+  if ids.shape[1] > config.max_length:
+    raise ValueError(
+      f'sequence of length {ids.shape[1]} given to a model of '
+      f'max_length={config.max_length}'
+    )
+
+
+def _checked_level(ids, t, valid, positions, segments):
   """The noise level as [B, 1] or [B, L], after checks of all shapes."""
   chex.assert_rank(ids, 2)
   chex.assert_equal_shape([ids, valid, positions])
@@ -197,11 +217,6 @@ def _checked_level(config, ids, t, valid, positions, segments):
   chex.assert_shape(t, (ids.shape[0], {1, ids.shape[1]}))
   if segments is not None:
     chex.assert_equal_shape([ids, segments])
-  if ids.shape[1] > config.max_length:
-    raise ValueError(
-      f'sequence of length {ids.shape[1]} given to a model of '
-      f'max_length={config.max_length}'
-    )
   return t
 
 
@@ -213,13 +228,16 @@ def _run(config, params, hidden, cache, conditioning, positions, attend):
     _rounded(f(angles), config.rope_dtype) for f in (jnp.cos, jnp.sin)
   )
   kept = {}
-  for name, block_config, _ in _stacks(config):
+  for name, block_config, num_layers in _stacks(config):
+    layers, stacks = experts.without_stacks(params[name])
 
-    def apply_block(x, layer, graph):
-      block_params, stored = layer
-      return nnx.merge(graph, int8.dense(block_params))(
+    def apply_block(x, scanned, stacks, graph):
+      layer, block_params, stored = scanned
+      block_params = experts.with_stacks(int8.dense(block_params), stacks)
+      return nnx.merge(graph, block_params)(
         x,
         stored,
+        layer=layer,
         conditioning=conditioning,
         cos=cos,
         sin=sin,
@@ -229,13 +247,15 @@ def _run(config, params, hidden, cache, conditioning, positions, attend):
     # The gradient keeps matrix products and recomputes the cheap rest: stacking
     # that over the layers takes more time than making it again.
     apply_block = jax.checkpoint(
-      functools.partial(apply_block, graph=_graph(Block, block_config)),
+      functools.partial(
+        apply_block, stacks=stacks, graph=_graph(Block, block_config)
+      ),
       prevent_cse=False,
       policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     )
     stored = None if cache is None else cache[name]
     hidden, kept[name] = jax.lax.scan(
-      apply_block, hidden, (params[name], stored)
+      apply_block, hidden, (jnp.arange(num_layers), layers, stored)
     )
   return hidden, kept
 
