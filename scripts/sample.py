@@ -72,8 +72,8 @@ _LENGTH = flags.DEFINE_integer(
   'length',
   None,
   "New tokens after the prompt. Default: what is left of the model's length, "
-  f'at most {_MOST_NEW_TOKENS}. A model that attends by blocks takes any length: '
-  'its context slides.',
+  f'at most {_MOST_NEW_TOKENS}. A model that attends by blocks takes any '
+  'length: its context slides.',
 )
 _DECODING = decoding_flags.define()
 _SEED = flags.DEFINE_integer(
