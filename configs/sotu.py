@@ -37,6 +37,8 @@ def get_config() -> ConfigDict:
   model.time_conditioning = False  # Whether the noise level steers the norms.
   model.tied_head = True  # Whether the head is the transposed embedding.
   model.dtype = 'float32'  # Compute: 'float32' or 'bfloat16'.
+  # Block diffusion: blocks of so many tokens are denoised one after another.
+  model.attention_block = placeholder(int)  # None: all tokens together.
 
   config.optimizer = optimizer = ConfigDict()
   optimizer.muon_learning_rate = 0.04  # On matrices; 0: AdamW on all.

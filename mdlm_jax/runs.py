@@ -119,6 +119,9 @@ def _prepare(config: ConfigDict) -> Run:
     max_length=config.data.length,
     **config.model,
   )
+  if model.time_conditioning and model.attention_block is not None:
+    # One pass tells the clean blocks level 0, a sampler all of them one level.
+    raise ValueError('attention_block cannot be used with time_conditioning')
   optimizer = training.make_optimizer(steps=config.steps, **config.optimizer)
   step = training.train_step(
     transformer.denoiser(model),

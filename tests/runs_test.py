@@ -203,6 +203,10 @@ def snapshot(directory_):
     ({'steps': 0}, 'steps=0'),
     ({'loss.schedule': 'none'}, "schedule='none'"),
     ({'loss.t_min': -1.0}, 't_min=-1.0'),
+    (
+      {'model.attention_block': 2, 'model.time_conditioning': True},
+      'attention_block cannot be used with time_conditioning',
+    ),
     ({'log_every': 0}, 'log_every=0'),
     ({'keep_checkpoints': 0}, 'keep_checkpoints=0'),
     ({'evaluation.num_replicates': 1}, 'num_replicates=1'),
