@@ -87,11 +87,13 @@ def case(num_tokens, num_experts, choose):
   for i, x in enumerate(tokens):
     for weight, e in zip(weights[i], chosen[i], strict=True):
       mixed[i] += weight * (silu(x @ gate[e]) * (x @ up[e])) @ out[e]
+  # The second layer of a stack, after one of zeros.
+  gate, up, out = (np.stack([0 * x, x]) for x in (gate, up, out))
   arrays = [
     jnp.asarray(x, jnp.int32 if x is chosen else jnp.float32)
     for x in (tokens, weights, chosen, gate, up, out)
   ]
-  return arrays, mixed
+  return [*arrays[:3], jnp.int32(1), *arrays[3:]], mixed
 
 
 CASES = {
@@ -112,12 +114,12 @@ def test_each_token_gets_the_weighted_sum_of_its_experts(mix, name):
 
 
 def test_both_ways_have_one_gradient():
-  (tokens, weights, chosen, *matrices), _ = case(*CASES['at random'])
+  (tokens, weights, chosen, layer, *matrices), _ = case(*CASES['at random'])
 
   def gradient(mix):
     def loss(differentiable):
       tokens, weights, *matrices = differentiable
-      return (mix(tokens, weights, chosen, *matrices) ** 2).sum()
+      return (mix(tokens, weights, chosen, layer, *matrices) ** 2).sum()
 
     return jax.jit(jax.grad(loss))((tokens, weights, *matrices))
 

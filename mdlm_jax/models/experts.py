@@ -27,6 +27,7 @@ from mdlm_jax.models.config import ExpertsConfig, TransformerConfig
 
 # Rows of a block: half of what an expert has on average, within these.
 _FEWEST_ROWS, _MOST_ROWS = 8, 32
+_STACKS = 'gate', 'up', 'out'
 
 
 class Experts(nnx.Module):
@@ -55,8 +56,11 @@ class Experts(nnx.Module):
       self.shared_up = matrices(dim, experts.shared_width)
       self.shared_out = matrices(experts.shared_width, dim, scale=scale)
 
-  def __call__(self, x: Float[Array, 'B L d']) -> Float[Array, 'B L d']:
-    experts, cast = self.config.experts, self._cast
+  def __call__(
+    self, x: Float[Array, 'B L d'], layer: Int[Array, ''] | int
+  ) -> Float[Array, 'B L d']:
+    """The mixture of a layer, whose experts stand at `layer` of a stack."""
+    experts = self.config.experts
     tokens = x.reshape(-1, x.shape[-1])
     weights, chosen = route(
       router_logits(tokens, self.router[...]),
@@ -67,17 +71,36 @@ class Experts(nnx.Module):
       tokens,
       weights,
       chosen,
-      *(cast(matrix) for matrix in (self.gate, self.up, self.out)),
+      layer,
+      *(matrix[...] for matrix in (self.gate, self.up, self.out)),
       cpu=mix_in_blocks,
       default=mix_by_ragged_dot,
     )
     if experts.shared_width is not None:
       shared = self.shared_gate, self.shared_up, self.shared_out
-      mixed += swiglu(tokens, *(cast(matrix) for matrix in shared))
+      mixed += swiglu(tokens, *(m[...].astype(x.dtype) for m in shared))
     return mixed.reshape(x.shape)
 
-  def _cast(self, matrix):
-    return matrix[...].astype(self.config.dtype)
+
+def without_stacks(params: dict) -> tuple[dict, dict]:
+  """Parameters of blocks, and the matrices of their experts apart.
+
+  A loop over layers would copy its layer's part of them, which takes longer
+  than a call that reads a few experts of it.
+  """
+  experts = params.get('experts')
+  if experts is None:
+    return params, {}
+  stacks = {name: experts[name] for name in _STACKS}
+  rest = {k: leaf for k, leaf in experts.items() if k not in _STACKS}
+  return params | {'experts': rest}, stacks
+
+
+def with_stacks(params: dict, stacks: dict) -> dict:
+  """The parameters of one block with the matrices of all."""
+  if not stacks:
+    return params
+  return params | {'experts': params['experts'] | stacks}
 
 
 def router_logits(
@@ -147,13 +170,27 @@ def mix_in_blocks(
   tokens: Float[Array, 'T d'],
   weights: Float[Array, 'T k'],
   chosen: Int[Array, 'T k'],
-  gate: Float[Array, 'E d f'],
-  up: Float[Array, 'E d f'],
-  out: Float[Array, 'E f d'],
+  layer: Int[Array, ''] | int,
+  gate: Float[Array, 'N E d f'],
+  up: Float[Array, 'N E d f'],
+  out: Float[Array, 'N E f d'],
 ) -> Float[Array, 'T d']:
-  """The weighted sum of each token's experts, by blocks of one expert each."""
+  """The weighted sum of each token's experts, by blocks of one expert each.
+
+  Args:
+    tokens: shape `[T, d]`.
+    weights: of the chosen experts. Shape `[T, k]`.
+    chosen: their numbers, all different for a token. Shape `[T, k]`.
+    layer: which layer of the stacks.
+    gate: matrices of N layers of E experts. Shape `[N, E, d, f]`.
+    up: the same.
+    out: shape `[N, E, f, d]`.
+
+  Returns:
+    Shape and dtype of `tokens`.
+  """
   num_tokens, num_chosen = chosen.shape
-  num_experts, num_pairs = len(gate), chosen.size
+  num_experts, num_pairs = gate.shape[1], chosen.size
   rows = num_pairs // (2 * num_experts)
   # No expert has a token twice.
   rows = min(max(_FEWEST_ROWS, min(rows, _MOST_ROWS)), num_tokens)
@@ -171,11 +208,14 @@ def mix_in_blocks(
   # Rows that no pair fills hold token 0; nobody reads what becomes of them.
   token_of_row = jnp.zeros(most * rows, jnp.int32)
   token_of_row = token_of_row.at[row].set(order // num_chosen)
+
+  def one_block(block):
+    numbers, expert = block
+    matrices = (m[layer, expert].astype(tokens.dtype) for m in (gate, up, out))
+    return swiglu(tokens[numbers], *matrices)
+
   mixed = jax.lax.map(
-    lambda block: swiglu(
-      tokens[block[0]], *(matrix[block[1]] for matrix in (gate, up, out))
-    ),
-    (token_of_row.reshape(most, rows), expert_of_block),
+    one_block, (token_of_row.reshape(most, rows), expert_of_block)
   )
   row_of_pair = jnp.zeros(num_pairs, jnp.int32).at[order].set(row)
   parts = mixed.reshape(most * rows, -1)[row_of_pair.reshape(chosen.shape)]
@@ -186,13 +226,15 @@ def mix_by_ragged_dot(
   tokens: Float[Array, 'T d'],
   weights: Float[Array, 'T k'],
   chosen: Int[Array, 'T k'],
-  gate: Float[Array, 'E d f'],
-  up: Float[Array, 'E d f'],
-  out: Float[Array, 'E f d'],
+  layer: Int[Array, ''] | int,
+  gate: Float[Array, 'N E d f'],
+  up: Float[Array, 'N E d f'],
+  out: Float[Array, 'N E f d'],
 ) -> Float[Array, 'T d']:
   """The same, by products of the sorted pairs with ragged groups of rows."""
   order = jnp.argsort(chosen.reshape(-1))
-  sizes = jnp.bincount(chosen.reshape(-1), length=len(gate))
+  sizes = jnp.bincount(chosen.reshape(-1), length=gate.shape[1])
+  gate, up, out = (m[layer].astype(tokens.dtype) for m in (gate, up, out))
   product = functools.partial(
     jax.lax.ragged_dot, group_sizes=sizes.astype(jnp.int32)
   )

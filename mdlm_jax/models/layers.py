@@ -101,10 +101,11 @@ class Block(nnx.Module):
     if config.modulation_width:
       self.modulation = _modulator(config, rngs, (0, 0, 1, 0, 0, 1))
 
-  def __call__(self, x, stored, *, conditioning, cos, sin, attend):
+  def __call__(self, x, stored, *, layer, conditioning, cos, sin, attend):
     """The stream after the block, and the keys and values to be stored.
 
-    `attend(q, k, v, stored) -> (mixed, stored)` says who sees whom.
+    `attend(q, k, v, stored) -> (mixed, stored)` says who sees whom; `layer` is
+    the number of the block in its stack.
     """
     shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = self._modulation(
       conditioning
@@ -114,7 +115,7 @@ class Block(nnx.Module):
     mixed, stored = attend(q, k, v, stored)
     x += gate * self.attention_out(mixed.reshape(*x.shape[:2], -1))
     branch = modulate(self.mlp_norm(x), mlp_shift, mlp_scale)
-    return x + mlp_gate * self._mlp(branch), stored
+    return x + mlp_gate * self._mlp(branch, layer), stored
 
   def _modulation(self, conditioning):
     """Shift, scale and gate of both branches, each [B, 1 or W, d]."""
@@ -136,9 +137,9 @@ class Block(nnx.Module):
       q, k = self.query_norm(q), self.key_norm(k)
     return rotate(q, cos, sin), rotate(k, cos, sin), v
 
-  def _mlp(self, x):
+  def _mlp(self, x, layer):
     if self.config.experts is not None:
-      return self.experts(x)
+      return self.experts(x, layer)
     if self.config.mlp == 'gelu':
       return self.mlp_out(jax.nn.gelu(self.up(x), approximate=True))
     return self.mlp_out(jax.nn.silu(self.gate(x)) * self.up(x))
