@@ -166,7 +166,6 @@ def make_speaker() -> Speaker:
   """What the flags ask for."""
   path, model = model_flags.load(_MODEL)
   model = decoding_flags.attending(_DECODING, model)
-  model = decoding_flags.attending(_DECODING, model)
   if isinstance(model.tokenizer, hub_tokenizer.NoTokenizer):
     raise ValueError(f'{path} has no tokenizer.json, so there is no text')
   template = chat_template.read(path)
