@@ -25,8 +25,8 @@ class Pretrained(NamedTuple):
   Attributes:
     config: shape of the network.
     denoiser: the network as two pure functions.
-    params: nested dict of arrays: float32, or of the dtype that a published
-      model was loaded in.
+    params: nested dict of arrays: float32, or of the dtype that the model was
+      loaded in; matrices of eight bits are what `int8.quantize` made of them.
     vocab: roles of the ids.
     tokenizer: text to ids and back.
     schedule: the masking schedule that it was trained with.
