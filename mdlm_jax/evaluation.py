@@ -2,10 +2,8 @@
 
 import bz2
 import gzip
-import importlib.metadata
 import lzma
 import math
-import platform
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -357,20 +355,3 @@ def summary(report: dict) -> str:
       + ' bits per character, counted on the corpus itself'
     )
   return '\n'.join(lines)
-
-
-def environment() -> dict:
-  """Versions, device and precision: what a number needs to be reproduced."""
-  packages = ('mdlm_jax', 'jax', 'jaxlib', 'flax', 'optax', 'numpy')
-  versions = {'python': platform.python_version()}
-  for package in packages:
-    try:
-      versions[package] = importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-      versions[package] = None  # Run from a checkout, not installed.
-  return {
-    'versions': versions,
-    'device': jax.devices()[0].device_kind,
-    'num_devices': jax.device_count(),
-    'matmul_precision': jax.config.jax_default_matmul_precision,
-  }

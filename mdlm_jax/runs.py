@@ -32,6 +32,7 @@ from mdlm_jax import (
   data,
   evaluation,
   ngrams,
+  provenance,
   schedules,
   time_draws,
   training,
@@ -404,7 +405,7 @@ def evaluate(config, run, workdir):
   seconds = model.history['train_seconds']
   tokens = config.steps * config.data.batch_size * config.data.length
   speed = {'train_tokens_per_second': tokens / seconds}
-  report = {**report, **model.history, **speed, **evaluation.environment()}
+  report = {**report, **model.history, **speed, **provenance.environment()}
   report_path = workdir / 'evaluation.json'
   report_path.write_text(json.dumps(report, indent=2) + '\n')
   print(evaluation.summary(report))

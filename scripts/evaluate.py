@@ -14,7 +14,7 @@ import sys
 
 from absl import flags
 
-from mdlm_jax import command_line, data, evaluation, model_flags
+from mdlm_jax import command_line, data, evaluation, model_flags, provenance
 
 _MODEL = model_flags.define()
 _FILE = flags.DEFINE_string(
@@ -112,7 +112,7 @@ def main(_) -> None:
     'int8': _MODEL['int8'].value,
     'part': None if _FILE.value else _PART.value or 'validation',
     **model.history,
-    **evaluation.environment(),
+    **provenance.environment(),
   }
   print(json.dumps(report) if _JSON.value else evaluation.summary(report))
 

@@ -25,8 +25,8 @@ from absl import flags
 from mdlm_jax import (
   command_line,
   decoding_flags,
-  evaluation,
   model_flags,
+  provenance,
   tasks,
 )
 from mdlm_jax.models import chat_template
@@ -187,7 +187,7 @@ def main(argv):
       apply_chat_template=_CHAT.value,
     )
   progress.close()
-  environment = evaluation.environment()
+  environment = provenance.environment()
   environment['versions']['lm_eval'] = lm_eval.__version__
   report = {
     'results': found['results'],

@@ -34,9 +34,9 @@ from mdlm_jax import (
   canvas,
   command_line,
   decoding_flags,
-  evaluation,
   model_flags,
   named_rules,
+  provenance,
   sampling,
 )
 from mdlm_jax.decoding_flags import Chosen
@@ -242,7 +242,7 @@ def settings(model: Pretrained, path, chosen: Chosen) -> dict:
     'dtype': model.config.dtype,
     'int8': _MODEL['int8'].value,
     'eos_ids': model.vocab.eos_ids,
-    **evaluation.environment(),
+    **provenance.environment(),
   }
 
 

@@ -23,13 +23,12 @@ from absl import flags
 
 from mdlm_jax import (
   canvas,
-  code_version,
   command_line,
   data,
   decoding_flags,
-  evaluation,
   judge,
   named_rules,
+  provenance,
   reference,
   samples,
   sampling,
@@ -295,8 +294,7 @@ def main(argv):
         'bos_id': judging.bos_id,
         'num_parameters': sum(x.size for x in jax.tree.leaves(judging.params)),
       },
-      'source_sha256': code_version.source_digest(),
-      **evaluation.environment(),
+      **provenance.environment(),
     },
   )
 

@@ -245,10 +245,3 @@ def test_any_file_is_read_in_the_symbols_of_the_model(
   assert (other['length'], other['context'], other['num_calls']) == (3, 2, 2)
   with pytest.raises(ValueError, match='--length=5 must be from 1 to'):
     run('--length=5')
-
-
-def test_environment_names_versions_device_and_precision():
-  environment = evaluation.environment()
-  assert environment['versions']['jax'] == jax.__version__
-  assert environment['device'] == jax.devices()[0].device_kind
-  assert 'matmul_precision' in environment

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from mdlm_jax import block_diffusion, command_line, data, evaluation
+from mdlm_jax import block_diffusion, command_line, data, provenance
 from mdlm_jax.models import directory
 
 with command_line.extra('train'):
@@ -170,7 +170,7 @@ def main(argv) -> int | None:
     _JSON.value,
     {
       'config': json.loads(config.to_json()),
-      **evaluation.environment(),
+      **provenance.environment(),
       'results': rows,
     },
   )

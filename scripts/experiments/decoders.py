@@ -30,7 +30,7 @@ from mdlm_jax import (
   blocks,
   command_line,
   draws,
-  evaluation,
+  provenance,
   reference,
   rules,
   samples,
@@ -282,7 +282,7 @@ def main(argv):
       'num_samples': _NUM_SAMPLES.value,
       'seed': _SEED.value,
       'dtype': model.config.dtype,
-      **evaluation.environment(),
+      **provenance.environment(),
       'results': rows,
     },
   )

@@ -24,8 +24,8 @@ from absl import flags
 from mdlm_jax import (
   bound_estimators,
   command_line,
-  evaluation,
   likelihood,
+  provenance,
   reference,
 )
 from mdlm_jax.models import directory
@@ -216,7 +216,7 @@ def main(argv):
       'budget': _BUDGET.value,
       'seed': _SEED.value,
       'dtype': model.config.dtype,
-      **evaluation.environment(),
+      **provenance.environment(),
       'results': rows,
     },
   )

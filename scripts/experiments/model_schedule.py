@@ -41,7 +41,7 @@ from jaxtyping import Array, Float, Int
 from mdlm_jax import (
   command_line,
   draws,
-  evaluation,
+  provenance,
   reference,
   rules,
   samples,
@@ -367,7 +367,7 @@ def main(argv):
       'temperature': _TEMPERATURE.value,
       'seed': _SEED.value,
       'dtype': large.config.dtype,
-      **evaluation.environment(),
+      **provenance.environment(),
       'results': rows,
     },
   )

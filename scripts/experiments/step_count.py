@@ -28,7 +28,7 @@ from absl import flags
 from mdlm_jax import (
   command_line,
   draws,
-  evaluation,
+  provenance,
   reference,
   rules,
   samples,
@@ -171,7 +171,7 @@ def main(argv):
       'temperature': _TEMPERATURE.value,
       'seed': _SEED.value,
       'dtype': model.config.dtype,
-      **evaluation.environment(),
+      **provenance.environment(),
       'results': rows,
     },
   )

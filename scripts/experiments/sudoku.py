@@ -53,7 +53,7 @@ from mdlm_jax import (
   command_line,
   data,
   draws,
-  evaluation,
+  provenance,
   rules,
   sampling,
   schedules,
@@ -461,7 +461,7 @@ def main(argv) -> int:
       'givens': givens,
       'num_puzzles': _NUM_PUZZLES.value,
       'seed': _SEED.value,
-      **evaluation.environment(),
+      **provenance.environment(),
       'results': rows,
     },
   )
