@@ -37,6 +37,11 @@ def define(*, stop_ids: bool = False) -> Flags:
       directory.DTYPES,
       'Of the parameters and of the network. Default: as the model was saved.',
     ),
+    flags.DEFINE_integer(
+      'mask_id',
+      None,
+      'The id of MASK, of a downloaded directory whose files do not tell it.',
+    ),
     flags.DEFINE_bool(
       'int8',
       False,
@@ -69,7 +74,12 @@ def load(holders: Flags) -> tuple[pathlib.Path, Pretrained]:
     with command_line.extra('int8'):
       import qwix  # noqa: F401
     quantize = int8.quantize
-  model = directory.load(path, dtype=holders['dtype'].value, quantize=quantize)
+  model = directory.load(
+    path,
+    mask_id=holders['mask_id'].value,
+    dtype=holders['dtype'].value,
+    quantize=quantize,
+  )
   if 'stop_ids' not in holders or not holders['stop_ids'].value:
     return path, model
   words = holders['stop_ids'].value

@@ -474,6 +474,15 @@ def test_what_the_layers_cannot_do_is_refused_by_name(
     directory.load(tmp_path)
 
 
+def test_a_mask_that_no_file_tells_is_told_by_the_caller(tmp_path):
+  copied(QWEN, tmp_path, eos_token_id='absent', pad_token_id=7)
+  vocab = directory.load(tmp_path, mask_id=5).vocab
+  # Nor does a file name the end of a text: what fills it up is it.
+  assert (vocab.mask_id, vocab.eos_ids, vocab.pad_is_eos) == (5, (7,), True)
+  with pytest.raises(ValueError, match='mask_id=5, but the directory says 126'):
+    directory.load(LLADA, mask_id=5)
+
+
 def test_a_model_type_is_enough(tmp_path):
   copied(DREAM, tmp_path, architectures=None)
   assert directory.load(tmp_path).denoiser.shifted

@@ -127,6 +127,7 @@ def save(
 def load(
   directory: Path,
   *,
+  mask_id: int | None = None,
   dtype: str | None = None,
   sharding: Callable | None = None,
   quantize: Callable | None = None,
@@ -135,6 +136,7 @@ def load(
 
   Args:
     directory: what `find` found.
+    mask_id: the id of MASK of a published model that does not tell it.
     dtype: of the parameters and of the network, 'float32' or 'bfloat16'. None:
       float32 parameters, and the network as it was trained; of a published
       model as `published.load` says.
@@ -150,9 +152,15 @@ def load(
   content = json_files.read(directory / _CONFIG)
   if 'architecture' not in content:
     return published.load(
-      directory, dtype=dtype, sharding=sharding, quantize=quantize
+      directory,
+      mask_id=mask_id,
+      dtype=dtype,
+      sharding=sharding,
+      quantize=quantize,
     )
   config, vocab, schedule = _read_config(content, directory / _CONFIG)
+  if mask_id not in (None, vocab.mask_id):
+    raise ValueError(f'{mask_id=}, but the directory says {vocab.mask_id}')
   if content.get(_OF_HUB, False):
     files = hub_tokenizer.read_files(directory)
     if files.backend is None:

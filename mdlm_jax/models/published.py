@@ -36,6 +36,7 @@ _DTYPES = ('float32', 'bfloat16')
 def load(
   directory: str | os.PathLike,
   *,
+  mask_id: int | None = None,
   dtype: str | None = None,
   sharding: Callable | None = None,
   quantize: Callable | None = None,
@@ -48,6 +49,7 @@ def load(
 
   Args:
     directory: as it was downloaded.
+    mask_id: the id of MASK where no file of the directory tells it.
     dtype: of the parameters and of the network, 'float32' or 'bfloat16'; None:
       that of the files, float32 where they hold anything wider than bfloat16.
     sharding: `sharding(key, shape)` of a parameter, such as
@@ -72,7 +74,7 @@ def load(
   generation = json_files.read_if_any(directory / 'generation_config.json')
   files = hub_tokenizer.read_files(directory)
   layout = families.layout(content)
-  vocab = _vocab(layout, (content, generation), files)
+  vocab = _vocab(layout, (content, generation), files, mask_id)
   if files.backend is None:
     tokenizer = hub_tokenizer.NoTokenizer(directory, vocab)
   else:
@@ -262,7 +264,7 @@ def _check_buffers(layout, entries):
       raise ValueError(f'{key} has values other than config.json says')
 
 
-def _vocab(layout, configs, files):
+def _vocab(layout, configs, files, mask_id):
   """Roles of the ids, from whichever file tells them."""
 
   def role(name):
@@ -278,12 +280,17 @@ def _vocab(layout, configs, files):
     return list(dict.fromkeys(i for i in ids if i is not None))
 
   mask_ids = role('mask') if layout.mask_id is None else [layout.mask_id]
-  if not mask_ids:
+  if not mask_ids and mask_id is None:
     raise ValueError(
       'no MASK: config.json has no mask_token_id and tokenizer_config.json no '
-      'mask_token with an id; either may be added by hand'
+      'mask_token with an id; it is told by mask_id'
     )
-  size, eos_ids = layout.config.vocab_size, role('eos')
+  if mask_ids and mask_id not in (None, mask_ids[0]):
+    raise ValueError(f'{mask_id=}, but the directory says {mask_ids[0]}')
+  mask_ids = mask_ids or [mask_id]
+  size, pads = layout.config.vocab_size, role('pad')
+  # Some name the end of a text only as what fills it up.
+  eos_ids = role('eos') or pads
   pad_id, bos_id = ((role(name) or [None])[0] for name in ('pad', 'bos'))
   forbidden = set(range(layout.num_tokens, size))
   if files.ids is not None:
