@@ -3,8 +3,9 @@
 The pure functions are re-exported here, the ways to choose positions as the
 module `rules`, discrete flow matching as the module `flow`. Networks are in
 `mdlm_jax.models`; text, training and evaluation in `mdlm_jax.data`,
-`mdlm_jax.training` and `mdlm_jax.evaluation`; exact laws on small spaces in
-`mdlm_jax.oracle`; names for command lines in `mdlm_jax.named_rules`.
+`mdlm_jax.training`, `mdlm_jax.evaluation` and `mdlm_jax.sample_quality`; exact
+laws on small spaces in `mdlm_jax.oracle`; names for command lines in
+`mdlm_jax.named_rules`.
 """
 
 from mdlm_jax import bound_estimators, draws, flow, likelihood, rules

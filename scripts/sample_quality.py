@@ -26,15 +26,12 @@ from mdlm_jax import (
   command_line,
   data,
   decoding_flags,
-  judge,
   named_rules,
   provenance,
-  reference,
-  samples,
   sampling,
-  text_quality,
 )
 from mdlm_jax.models import causal, directory
+from mdlm_jax.sample_quality import judge, measures, reference, samples
 
 __doc__ += f"""
 The rules, with the settings that each reads and their defaults:
@@ -238,16 +235,16 @@ def measured_row(
     'num_texts': len(measured.texts),
     'num_tokens': sum(map(len, measured.tokens)),
     'num_judge_tokens': counted,
-    **text_quality.measure(measured, judgement=judgement),
+    **measures.measure(measured, judgement=judgement),
   }
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
   """The numbers as text."""
   columns = {name: title for name, title in COLUMNS.items() if name in rows[0]}
-  lines = [f'{"texts":14s} {"number":>6s}{text_quality.titles(columns)}']
+  lines = [f'{"texts":14s} {"number":>6s}{measures.titles(columns)}']
   for row in rows:
-    numbers = text_quality.cells(row, columns)
+    numbers = measures.cells(row, columns)
     lines.append(f'{row["texts"]:14s} {row["num_texts"]:6d}{numbers}')
   return '\n'.join(lines)
 

@@ -9,8 +9,8 @@ import pytest
 import script_runner
 import tiny_causal
 
-from mdlm_jax import judge
 from mdlm_jax.models import causal, gguf_file
+from mdlm_jax.sample_quality import judge
 
 gguf = pytest.importorskip('gguf')
 

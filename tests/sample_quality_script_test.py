@@ -8,8 +8,9 @@ import pytest
 import script_runner
 import tiny_causal
 
-from mdlm_jax import judge, provenance
+from mdlm_jax import provenance
 from mdlm_jax.models import causal, directory, transformer
+from mdlm_jax.sample_quality import judge
 from mdlm_jax.tokenizer import character_tokenizer
 
 SCRIPT = 'sample_quality.py'

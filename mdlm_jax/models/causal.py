@@ -1,7 +1,7 @@
 """Causal language models, from the directory or the file that holds them.
 
 They have no MASK, so they are not a `Pretrained`: nothing can be sampled from
-them here. They judge texts (`mdlm_jax.judge`).
+them here. They judge texts (`mdlm_jax.sample_quality.judge`).
 """
 
 import dataclasses

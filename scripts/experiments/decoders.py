@@ -26,21 +26,12 @@ import numpy as np
 import tqdm
 from absl import flags
 
-from mdlm_jax import (
-  blocks,
-  command_line,
-  draws,
-  provenance,
-  reference,
-  rules,
-  samples,
-  schedules,
-  text_quality,
-)
+from mdlm_jax import blocks, command_line, draws, provenance, rules, schedules
 from mdlm_jax.draws import Draw
 from mdlm_jax.models import directory
 from mdlm_jax.rules import Rule, sigmas
-from mdlm_jax.text_quality import MEASURES
+from mdlm_jax.sample_quality import measures, reference, samples
+from mdlm_jax.sample_quality.measures import MEASURES
 
 AXES = ('values', 'positions', 'blocks', 'correction', 'adaptive')
 
@@ -195,26 +186,26 @@ def run(model, compared: reference.Reference, length: int) -> list[dict]:
         'axis': case.axis,
         'name': case.name,
         'calls': float(result.calls_per_row.mean()),
-        **text_quality.measure(written, model=compared.model),
+        **measures.measure(written, model=compared.model),
       }
     )
   real = samples.real(
     compared.held_out, model.tokenizer, all_texts, _NUM_SAMPLES.value
   )
-  numbers = text_quality.measure(real, model=compared.model)
+  numbers = measures.measure(real, model=compared.model)
   return [*rows, {'axis': 'real text', 'name': '', 'calls': 0.0, **numbers}]
 
 
 def table(rows: Sequence[dict]) -> str:
   """The numbers as text, a paragraph per axis."""
-  titles = text_quality.titles(MEASURES)
+  titles = measures.titles(MEASURES)
   lines = [f'{"axis":10s}  {"decoder":17s} {"calls":>5s}{titles}']
   axis = None
   for row in rows:
     if row['axis'] != axis:
       axis = row['axis']
       lines.append('')
-    numbers = text_quality.cells(row, MEASURES)
+    numbers = measures.cells(row, MEASURES)
     calls = f'{row["calls"]:.1f}' if row['calls'] else ''
     lines.append(f'{axis:10s}  {row["name"]:17s} {calls:>5s}{numbers}')
   return '\n'.join(lines)

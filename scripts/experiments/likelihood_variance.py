@@ -21,14 +21,9 @@ import numpy as np
 import tqdm
 from absl import flags
 
-from mdlm_jax import (
-  bound_estimators,
-  command_line,
-  likelihood,
-  provenance,
-  reference,
-)
+from mdlm_jax import bound_estimators, command_line, likelihood, provenance
 from mdlm_jax.models import directory
+from mdlm_jax.sample_quality import reference
 
 _CHECKPOINT = flags.DEFINE_string(
   'checkpoint',

@@ -38,22 +38,14 @@ import tqdm
 from absl import flags
 from jaxtyping import Array, Float, Int
 
-from mdlm_jax import (
-  command_line,
-  draws,
-  provenance,
-  reference,
-  rules,
-  samples,
-  schedules,
-  text_quality,
-)
+from mdlm_jax import command_line, draws, provenance, rules, schedules
 from mdlm_jax.model_schedule import by_step
 from mdlm_jax.models import directory
 from mdlm_jax.models.transformer import TransformerConfig
 from mdlm_jax.predict import corrupted_log_probs
+from mdlm_jax.sample_quality import measures, reference, samples
+from mdlm_jax.sample_quality.measures import MEASURES
 from mdlm_jax.schedules import Schedule, reveal_probability
-from mdlm_jax.text_quality import MEASURES
 
 _LARGE = flags.DEFINE_string(
   'large',
@@ -260,13 +252,13 @@ def run(large, small, compared, length: int, num_steps: int) -> list[dict]:
         'small_calls': by_small,
         'operations_per_sample': cost,
         **bound_excess(bits, window_sizes, parts),
-        **text_quality.measure(written, model=compared.model),
+        **measures.measure(written, model=compared.model),
       }
     )
   real = samples.real(
     compared.held_out, large.tokenizer, all_texts, _NUM_SAMPLES.value
   )
-  numbers = text_quality.measure(real, model=compared.model)
+  numbers = measures.measure(real, model=compared.model)
   return [
     *rows,
     {
@@ -280,10 +272,10 @@ def run(large, small, compared, length: int, num_steps: int) -> list[dict]:
 
 def table(rows: Sequence[dict]) -> str:
   """The numbers as text."""
-  titles = text_quality.titles(COLUMNS)
+  titles = measures.titles(COLUMNS)
   lines = [f'{"small model":11s} {"calls":>5s} {"GFLOP":>7s}{titles}']
   for row in rows:
-    numbers = text_quality.cells(row, COLUMNS)
+    numbers = measures.cells(row, COLUMNS)
     cost = row['operations_per_sample']
     calls = '' if cost is None else row['small_calls']
     giga = '' if cost is None else f'{cost / 1e9:.2f}'

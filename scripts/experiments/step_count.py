@@ -25,18 +25,10 @@ import jax
 import tqdm
 from absl import flags
 
-from mdlm_jax import (
-  command_line,
-  draws,
-  provenance,
-  reference,
-  rules,
-  samples,
-  schedules,
-  text_quality,
-)
+from mdlm_jax import command_line, draws, provenance, rules, schedules
 from mdlm_jax.models import directory
-from mdlm_jax.text_quality import MEASURES
+from mdlm_jax.sample_quality import measures, reference, samples
+from mdlm_jax.sample_quality.measures import MEASURES
 
 _CHECKPOINT = flags.DEFINE_string(
   'checkpoint',
@@ -97,21 +89,21 @@ def run(model, compared: reference.Reference, length: int) -> list[dict]:
       draw=draw,
     )
     all_texts += written.texts
-    numbers = text_quality.measure(written, model=compared.model)
+    numbers = measures.measure(written, model=compared.model)
     rows.append({'rule': name, 'calls': num_steps, **numbers})
   real = samples.real(
     compared.held_out, model.tokenizer, all_texts, _NUM_SAMPLES.value
   )
-  numbers = text_quality.measure(real, model=compared.model)
+  numbers = measures.measure(real, model=compared.model)
   return [*rows, {'rule': 'real text', 'calls': None, **numbers}]
 
 
 def table(rows: Sequence[dict]) -> str:
   """The numbers as text."""
-  titles = text_quality.titles(MEASURES)
+  titles = measures.titles(MEASURES)
   lines = [f'{"rule":10s} {"calls":>5s}{titles}']
   for row in rows:
-    numbers = text_quality.cells(row, MEASURES)
+    numbers = measures.cells(row, MEASURES)
     calls = row['calls'] or ''
     lines.append(f'{row["rule"]:10s} {calls:>5}{numbers}')
   return '\n'.join(lines)

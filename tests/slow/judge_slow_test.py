@@ -10,8 +10,8 @@ import pathlib
 import jax
 import pytest
 
-from mdlm_jax import judge
 from mdlm_jax.models import causal
+from mdlm_jax.sample_quality import judge
 
 # The first 512 tokens of Pride and Prejudice, as Project Gutenberg had it.
 TEXT = pathlib.Path(__file__).with_name('austen.txt').read_text('utf-8')

@@ -18,8 +18,8 @@ A family is a `TransformerConfig` and a table of names. Those known, by the
 
 A field that asks for something else than these layers is an error.
 
-Causal language models, which have no MASK and can only judge samples (`judge`):
-LlamaForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM.
+Causal language models, which have no MASK and can only judge samples
+(`sample_quality.judge`): LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM.
 """
 
 from typing import Any

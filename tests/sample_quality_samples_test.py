@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mdlm_jax import samples
+from mdlm_jax.sample_quality import samples
 from mdlm_jax.tokenizer import character_tokenizer
 from mdlm_jax.vocab import Vocab
 

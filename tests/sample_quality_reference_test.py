@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from mdlm_jax import reference
+from mdlm_jax.sample_quality import reference
 
 
 def test_reference_comes_from_the_corpus_of_the_model(tmp_path):

@@ -1,7 +1,7 @@
 """What another language model thinks of texts.
 
 The negative log-likelihood of samples under a causal model is their generative
-perplexity. It is flattered by repetition, so `text_quality` never gives it
+perplexity. It is flattered by repetition, so `measures` never gives it
 without entropy, distinct n-grams and repetition.
 """
 

@@ -7,8 +7,8 @@ import script_runner
 import tiny_causal
 import tokenizers
 
-from mdlm_jax import judge
 from mdlm_jax.models import causal
+from mdlm_jax.sample_quality import judge
 
 LLAMA = 'LlamaForCausalLM'
 TEXT = 'the dog sat on the cat'

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 import mdlm_jax
-from mdlm_jax import ngrams, text_quality
-from mdlm_jax.judge import Judgement
-from mdlm_jax.samples import Samples
+from mdlm_jax import ngrams
+from mdlm_jax.sample_quality import measures
+from mdlm_jax.sample_quality.judge import Judgement
+from mdlm_jax.sample_quality.samples import Samples
 
 
 def samples_of(*texts):
@@ -26,13 +27,13 @@ def test_bits_of_the_order_three_model_by_hand():
   model = ngrams.fit(['abcd'], order=3)
   a, d = 0.1, 15 / 16 + 1 / 16 * 0.2
   bits = (3 * -np.log2(a) - np.log2(d)) / 4, -np.log2(a)
-  numbers = text_quality.measure(samples_of('abcd', 'aaaa'), model=model)
+  numbers = measures.measure(samples_of('abcd', 'aaaa'), model=model)
   assert numbers['bits_per_character'] == pytest.approx(np.mean(bits))
   assert numbers['bits_per_character_error'] == pytest.approx(error_of(bits))
 
 
 def test_entropy_of_each_text_and_of_all_together():
-  numbers = text_quality.measure(samples_of('aabb', 'aaaa', 'bcde'))
+  numbers = measures.measure(samples_of('aabb', 'aaaa', 'bcde'))
   own = [np.log(2), 0, np.log(4)]
   assert numbers['entropy'] == pytest.approx(np.mean(own))
   assert numbers['entropy_error'] == pytest.approx(error_of(own))
@@ -40,7 +41,7 @@ def test_entropy_of_each_text_and_of_all_together():
   p = np.array([6, 3, 1, 1, 1]) / 12
   assert numbers['pooled_entropy'] == pytest.approx(-(p * np.log(p)).sum())
   # Two halves that use each token as often leave no error.
-  assert text_quality.pooled_entropy([np.array([1, 2])] * 2) == (
+  assert measures.pooled_entropy([np.array([1, 2])] * 2) == (
     pytest.approx(np.log(2)),
     pytest.approx(0),
   )
@@ -48,7 +49,7 @@ def test_entropy_of_each_text_and_of_all_together():
 
 def test_distinct_and_its_error_by_leaving_texts_out():
   texts = ['a b a', 'a b', 'c d e']
-  numbers = text_quality.measure(samples_of(*texts))
+  numbers = measures.measure(samples_of(*texts))
   assert numbers['distinct_1'] == pytest.approx(5 / 8)
   assert numbers['distinct_2'] == pytest.approx(4 / 5)
   assert numbers['distinct_3'] == pytest.approx(1)
@@ -63,14 +64,14 @@ def test_distinct_and_its_error_by_leaving_texts_out():
 
 def test_repetition_is_of_word_four_grams():
   # 7 words hold 4 windows of four, of which one was there before.
-  numbers = text_quality.measure(samples_of('a b c a b c a', 'a b'))
+  numbers = measures.measure(samples_of('a b c a b c a', 'a b'))
   assert numbers['repetition'] == pytest.approx((1 / 4 + 0) / 2)
 
 
 def test_generative_perplexity_is_of_sums_over_all_tokens():
   # 100 tokens at 2 nats and 10 at 4.
   judged = Judgement(np.array([200.0, 40.0]), np.array([100, 10]))
-  numbers = text_quality.measure(samples_of('a', 'b'), judgement=judged)
+  numbers = measures.measure(samples_of('a', 'b'), judgement=judged)
   assert numbers['generative_perplexity'] == pytest.approx(8.862, abs=1e-3)
   # Residuals of +-200/11 and a factor of 2.
   error = np.sqrt(2 * 2 * (200 / 11) ** 2) / 110
@@ -89,19 +90,19 @@ def test_errors_of_ratios_are_those_of_repetitions():
   for _ in range(400):
     counts = rng.integers(5, 50, size=30)
     sums = counts * rng.gamma(8, 0.3, size=30)
-    found.append(text_quality.ratio(sums, counts))
+    found.append(measures.ratio(sums, counts))
   values, errors = np.array(found).T
   assert np.mean(errors) == pytest.approx(np.std(values), rel=0.3)
 
 
 def test_what_cannot_be_measured_is_refused():
   with pytest.raises(ValueError, match='1 text'):
-    text_quality.measure(samples_of('a'))
+    measures.measure(samples_of('a'))
   nothing = Judgement(np.zeros(2), np.zeros(2, int))
   with pytest.raises(ValueError, match='no token'):
-    text_quality.measure(samples_of('a', 'b'), judgement=nothing)
+    measures.measure(samples_of('a', 'b'), judgement=nothing)
   # Nothing at all has no entropy and repeats nothing.
-  assert set(text_quality.measure(samples_of('', '')).values()) == {0.0}
+  assert set(measures.measure(samples_of('', '')).values()) == {0.0}
 
 
 def test_uniform_samples_have_the_entropy_of_the_vocabulary():
@@ -129,7 +130,7 @@ def test_uniform_samples_have_the_entropy_of_the_vocabulary():
       mdlm_jax.sample(uniform, {}, key, canvas, vocab=vocab, rule=rule).ids
     )
   ]
-  entropy, error = text_quality.pooled_entropy(tokens)
+  entropy, error = measures.pooled_entropy(tokens)
   assert entropy == pytest.approx(6.9078, abs=0.01)
   assert entropy == pytest.approx(6.9078 - 999 / 160_000, abs=1.5e-3)
   assert error < 1e-3

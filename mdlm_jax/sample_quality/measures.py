@@ -14,8 +14,8 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from mdlm_jax import ngrams
-from mdlm_jax.judge import Judgement
-from mdlm_jax.samples import Samples
+from mdlm_jax.sample_quality.judge import Judgement
+from mdlm_jax.sample_quality.samples import Samples
 
 # Each name with its title in a table and in a plot.
 MEASURES = {
