@@ -98,7 +98,7 @@ def variance_by_range(
   """Variance over blocks of the loss at noise levels of each range.
 
   The range of the least variance is the one to train on for a while (Arriola et
-  al. 2025, arXiv 2503.09573, section 5.2): few masks leave a block without a
+  al. 2025, arXiv 2503.09573): few masks leave a block without a
   loss, many ask for what cannot be known. All ranges meet the same random
   numbers and the same text, whose own variance they share.
 

@@ -100,7 +100,7 @@ def mirrored_cosine() -> Schedule:
 
 @interned
 def logarithmic() -> Schedule:
-  """alpha(t) = 1 - log2(1 + t) (BD3-LM, arXiv 2503.09573, table 8).
+  """alpha(t) = 1 - log2(1 + t) (BD3-LM, arXiv 2503.09573).
 
   Complete: alpha(0) = 1, alpha(1) = 0.
   """

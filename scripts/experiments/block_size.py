@@ -84,7 +84,7 @@ def variances(config: ConfigDict, workdir: pathlib.Path, block: int) -> dict:
     pad_id=model.vocab.pad_id,
   )
   some = np.linspace(0, len(windows.ids) - 1, _MOST_WINDOWS).astype(int)
-  among = ((1e-3, 1.0), (0.999, 1.0), *block_diffusion.ranges())
+  among = ((1e-3, 1.0), *block_diffusion.ranges())
   values = block_diffusion.variance_by_range(
     model.denoiser,
     model.params,
