@@ -80,6 +80,9 @@ class ExpertsConfig:
 class TransformerConfig:
   """Shape of the network; static and hashable.
 
+  Six numbers are its size. Everything else has a default, which is what a model
+  trained here has, and is a switch in which published models differ.
+
   Attributes:
     vocab_size: rows of the embedding table, special ids included.
     num_layers: number of blocks.
@@ -88,40 +91,45 @@ class TransformerConfig:
       into heads of even width.
     mlp_dim: hidden width of the MLP.
     max_length: longest sequence accepted, the trained length.
+
     num_kv_heads: key/value heads, a divisor of `num_heads`; None: one each.
-    time_conditioning: whether the noise level `t` steers the norms.
-    tied_head: whether the head is the transposed embedding table.
-    rope_base: base of the rotary wavelengths.
-    norm_eps: added under the root.
-    dtype: compute dtype, 'float32' or 'bfloat16'. Norms, softmax and logits are
-      computed in float32 either way.
     head_width: width of a head, even; None: `model_dim / num_heads`.
     qkv_bias: whether queries, keys and values have a bias.
     qk_norm: norm of queries and keys before the rotation: of each 'head' (Henry
       et al., 2020), or of the whole 'projection' at once.
-    embedding_scale: factor of the embedded ids; None: the inverse of the spread
-      of a fresh table, so that the stream begins with unit variance.
-    logit_scale: factor of the logits.
+    rotary_width: how many channels of each head are rotated, the first, even;
+      None: all.
+    rope_base: base of the rotary wavelengths.
     rope_dtype: to which the rotary cosines and sines are rounded.
     attention_block: slots see those of their own and of earlier blocks of so
       many logical positions; 1 is a causal network. None: every slot sees all.
-    shifted: whether the logits at a slot are those of the token after it, as in
-      a network that began as an autoregressive one (`Denoiser.shifted`).
+
     norm: 'rms' (Zhang and Sennrich, 2019) or 'layer', which also takes away the
       mean; both have weights and no bias.
+    norm_eps: added under the root.
     mlp: 'swiglu' without biases (Shazeer, 2020), or 'gelu' in its tanh form
       between two matrices with biases.
-    head_bias: whether the logits have a bias.
+    experts: a mixture of experts in place of the MLP; None: none.
+    num_dense_layers: how many layers, the first, have an MLP nevertheless.
+
+    time_conditioning: whether the noise level `t` steers the norms.
+    time_input: what is embedded of the noise level: 't', or 'sigma' = -log
+      alpha(t) of the log-linear schedule; the latter needs `time_conditioning`.
     conditioning_dim: width of the vector that modulates every norm and branch
       (Peebles and Xie, 2023); None: `model_dim` with `time_conditioning`, else
       nothing is modulated. Given without `time_conditioning`, the vector is
       that of level 0 always.
-    time_input: what is embedded of the noise level: 't', or 'sigma' = -log
-      alpha(t) of the log-linear schedule; the latter needs `time_conditioning`.
-    rotary_width: how many channels of each head are rotated, the first, even;
-      None: all.
-    experts: a mixture of experts in place of the MLP; None: none.
-    num_dense_layers: how many layers, the first, have an MLP nevertheless.
+
+    embedding_scale: factor of the embedded ids; None: the inverse of the spread
+      of a fresh table, so that the stream begins with unit variance.
+    tied_head: whether the head is the transposed embedding table.
+    head_bias: whether the logits have a bias.
+    logit_scale: factor of the logits.
+    shifted: whether the logits at a slot are those of the token after it, as in
+      a network that began as an autoregressive one (`Denoiser.shifted`).
+
+    dtype: compute dtype, 'float32' or 'bfloat16'. Norms, softmax and logits are
+      computed in float32 either way.
 
   Raises:
     ValueError: for a value outside these ranges.
@@ -133,28 +141,33 @@ class TransformerConfig:
   num_heads: int
   mlp_dim: int
   max_length: int
+  # Attention.
   num_kv_heads: int | None = None
-  time_conditioning: bool = False
-  tied_head: bool = True
-  rope_base: float = 10_000.0
-  norm_eps: float = 1e-6
-  dtype: str = 'float32'
   head_width: int | None = None
   qkv_bias: bool = False
   qk_norm: str | None = None
-  embedding_scale: float | None = None
-  logit_scale: float = 1.0
-  rope_dtype: str = 'float32'
-  shifted: bool = False
-  attention_block: int | None = None
-  norm: str = 'rms'
-  mlp: str = 'swiglu'
-  head_bias: bool = False
-  conditioning_dim: int | None = None
-  time_input: str = 't'
   rotary_width: int | None = None
+  rope_base: float = 10_000.0
+  rope_dtype: str = 'float32'
+  attention_block: int | None = None
+  # Norms and MLP.
+  norm: str = 'rms'
+  norm_eps: float = 1e-6
+  mlp: str = 'swiglu'
   experts: ExpertsConfig | None = None
   num_dense_layers: int = 0
+  # Noise level.
+  time_conditioning: bool = False
+  time_input: str = 't'
+  conditioning_dim: int | None = None
+  # Embedding and logits.
+  embedding_scale: float | None = None
+  tied_head: bool = True
+  head_bias: bool = False
+  logit_scale: float = 1.0
+  shifted: bool = False
+  # All of it.
+  dtype: str = 'float32'
 
   def __post_init__(self):
     for name in (

@@ -39,24 +39,21 @@ _CONFIG, _WEIGHTS, _TOKENIZER, _HISTORY = (
   'training.json',
 )
 _FORMAT = 1
-# Directories of before do not have them; left out, they have their defaults.
-_LATER_FIELDS = {
-  'head_width',
-  'qkv_bias',
-  'qk_norm',
-  'embedding_scale',
-  'logit_scale',
-  'rope_dtype',
-  'shifted',
-  'attention_block',
-  'norm',
-  'mlp',
-  'head_bias',
-  'conditioning_dim',
-  'time_input',
-  'rotary_width',
-  'experts',
-  'num_dense_layers',
+# Fields of a network that every directory has. All others may be left out and
+# then have their defaults, so that a directory stays readable when some are new.
+_FIELDS = {
+  'vocab_size',
+  'num_layers',
+  'model_dim',
+  'num_heads',
+  'mlp_dim',
+  'max_length',
+  'num_kv_heads',
+  'time_conditioning',
+  'tied_head',
+  'rope_base',
+  'norm_eps',
+  'dtype',
 }
 _ARCHITECTURE = 'mdlm_jax'
 # In config.json: that the tokenizer came with a published model.
@@ -218,12 +215,12 @@ def _json(content: dict) -> bytes:
 
 
 def _config_fields(config):
-  """The fields of a config, of the later ones only what is not the default."""
+  """The fields of a config, of those not in `_FIELDS` what is no default."""
   values = dataclasses.asdict(config)
   return {
     field.name: values[field.name]
     for field in dataclasses.fields(config)
-    if field.name not in _LATER_FIELDS or values[field.name] != field.default
+    if field.name in _FIELDS or values[field.name] != field.default
   }
 
 
@@ -244,14 +241,14 @@ def _read_config(content, path):
   fields = dict(content['model'])
   if fields.get('experts') is not None:
     fields['experts'] = _build(ExpertsConfig, fields['experts'], path)
-  config = _build(transformer.TransformerConfig, fields, path)
+  config = _build(transformer.TransformerConfig, fields, path, needed=_FIELDS)
   return config, _build(Vocab, content['vocab'], path), content['schedule']
 
 
-def _build(kind, values, path):
-  """An instance of a dataclass from exactly its fields."""
+def _build(kind, values, path, *, needed=None):
+  """An instance of a dataclass from its fields: all, or those that it needs."""
   names = {field.name for field in dataclasses.fields(kind)}
-  lacking, unknown = names - _LATER_FIELDS - set(values), set(values) - names
+  lacking, unknown = (needed or names) - set(values), set(values) - names
   if lacking or unknown:
     raise ValueError(
       f'{path}: {kind.__name__} lacks {sorted(lacking)} and does not know '
