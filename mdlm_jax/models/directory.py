@@ -40,7 +40,7 @@ _CONFIG, _WEIGHTS, _TOKENIZER, _HISTORY = (
 )
 _FORMAT = 1
 # Fields of a network that every directory has. All others may be left out and
-# then have their defaults, so that a directory stays readable when some are new.
+# then have their defaults: directories stay readable when there are new ones.
 _FIELDS = {
   'vocab_size',
   'num_layers',
