@@ -285,6 +285,8 @@ def test_tensors_that_are_no_parameters(tmp_path):
     ('bd3lm', {'causal': True}, 'causal=True is not supported'),
     ('bd3lm', {'time_conditioning': True}, 'time_conditioning=True is not'),
     ('bd3lm', {'adaln': False}, 'unused backbone.blocks.0.adaLN_modulation'),
+    # Not a network in which every slot sees all others.
+    ('bd3lm', {'block_size': None}, 'block_size=None must be an integer'),
   ],
 )
 def test_what_does_not_fit_is_refused_by_name(tmp_path, name, changes, message):

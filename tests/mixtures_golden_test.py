@@ -260,6 +260,13 @@ def test_roles_of_ids_and_what_is_refused():
       families.layout(config_of(path) | change)
   with pytest.raises(ValueError, match='num_chosen=4 must be at most 2'):
     families.layout(config_of(LLADA2) | {'n_group': 8, 'topk_group': 1})
+  for change, message in (
+    ({'num_attention_heads': 0}, 'LLaDAMoE.* zero'),
+    ({'partial_rotary_factor': float('inf')}, 'LLaDAMoE.* infinity'),
+    ({'expert_intermediate_size': None}, 'width'),
+  ):
+    with pytest.raises(ValueError, match=message):
+      families.layout(config_of(LLADA_MOE) | change)
 
 
 def test_the_published_config_of_llada2_mini():

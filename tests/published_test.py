@@ -464,6 +464,12 @@ def test_another_number_of_layers_is_refused(tmp_path, layers, word):
     # A mask id without a row of the table.
     (LLADA, {'mask_token_id': 128}, r'mask_id=128 must lie in \[0, 128\)'),
     (LLADA, {'eos_token_id': 'end'}, "eos_token_id='end' must be an id"),
+    (LLADA, {'mask_token_id': [126]}, r'mask_token_id=\[126\] must be an int'),
+    (LLADA, {'vocab_size': None}, 'vocab_size=None must be an integer'),
+    (LLADA, {'vocab_size': 129}, 'vocab_size=129 is more than the 128 rows'),
+    # What is written as text is neither true nor false.
+    (LLADA, {'weight_tying': 'false'}, 'tied_head'),
+    (LLADA, {'scale_logits': 'false'}, "scale_logits='false' is not supported"),
   ],
 )
 def test_what_the_layers_cannot_do_is_refused_by_name(
@@ -566,6 +572,9 @@ def test_damaged_files_of_a_tokenizer_are_named(tmp_path):
   path.write_text(json.dumps(MASK_TOKEN))
   (tmp_path / 'tokenizer.json').write_text('{}')
   with pytest.raises(ValueError, match=r'tokenizer\.json is no tokenizer'):
+    directory.load(tmp_path)
+  path.write_text('[' * 100_000)  # Deeper than Python follows.
+  with pytest.raises(ValueError, match=r'tokenizer_config\.json is not JSON'):
     directory.load(tmp_path)
 
 

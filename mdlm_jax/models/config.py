@@ -48,7 +48,7 @@ class ExpertsConfig:
   def __post_init__(self):
     for field in dataclasses.fields(self):
       value = getattr(self, field.name)
-      if field.type in (int, int | None) and value is not None:
+      if field.type is int or (field.type == int | None and value is not None):
         _require_positive_int(field.name, value)
     if self.score not in _EXPERT_SCORES:
       raise ValueError(f'score={self.score!r} must be one of {_EXPERT_SCORES}')
@@ -182,6 +182,10 @@ class TransformerConfig:
     for name in ('attention_block', 'conditioning_dim'):
       if getattr(self, name) is not None:
         _require_positive_int(name, getattr(self, name))
+    for field in dataclasses.fields(self):
+      value = getattr(self, field.name)
+      if field.type is bool and not isinstance(value, bool):
+        raise ValueError(f'{field.name}={value!r} must be True or False')
     if self.head_width is not None:
       _require_positive_int('head_width', self.head_width)
       if self.head_width % 2:

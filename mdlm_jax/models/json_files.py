@@ -14,7 +14,7 @@ def read(path: pathlib.Path) -> dict[str, Any]:
   """
   try:
     content = json.loads(path.read_text('utf-8'))
-  except ValueError as error:
+  except (ValueError, RecursionError) as error:
     raise ValueError(f'{path} is not JSON: {error}') from None
   if not isinstance(content, dict):
     raise ValueError(f'{path} must hold an object, not {content!r}')

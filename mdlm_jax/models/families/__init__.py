@@ -24,6 +24,7 @@ Causal language models, which have no MASK and can only judge samples
 
 from typing import Any
 
+from mdlm_jax.checks import check_integer
 from mdlm_jax.models.families import (
   llada,
   llada2,
@@ -71,9 +72,25 @@ def _described(families, name, content):
       f'{", ".join(sorted(families))}'
     )
   try:
-    return families[name](Fields(content))
-  except (TypeError, AttributeError) as error:  # JSON holds values of any kind.
+    found = families[name](Fields(content))
+  # JSON holds values of any kind and size.
+  except (TypeError, AttributeError, ArithmeticError) as error:
     raise ValueError(f'config.json of {name}: {error}') from None
+  _check_ids(found)
+  return found
+
+
+def _check_ids(found):
+  """ValueError unless the roles of ids are ids of the table."""
+  check_integer('config.json: vocab_size', found.num_tokens, 1)
+  size = found.config.vocab_size
+  if found.num_tokens > size:
+    raise ValueError(
+      f'config.json: vocab_size={found.num_tokens} is more than the {size} '
+      'rows of the embedding table'
+    )
+  if found.mask_id is not None:
+    check_integer('config.json: mask_token_id', found.mask_id, 0)
 
 
 def _architecture(content):

@@ -24,6 +24,10 @@ def llada(fields: Fields) -> Layout:
     include_bias=(False,),
     rope=(True,),
     alibi=(False,),
+    attention_layer_norm=(False, True, None),
+    input_emb_norm=(False, True, None),
+    multi_query_attention=(False, True, None),
+    scale_logits=(False, True, None),
   )
   dim, tied = fields['d_model'], fields['weight_tying']
   kv_heads = fields.get('n_kv_heads')

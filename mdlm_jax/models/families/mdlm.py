@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from mdlm_jax import schedules
+from mdlm_jax.checks import check_integer
 from mdlm_jax.models.config import TransformerConfig
 from mdlm_jax.models.families.contract import (
   Buffer,
@@ -40,8 +41,13 @@ def mdlm(fields: Fields) -> Layout:
 def bd3lm(fields: Fields) -> Layout:
   """Every slot sees its block of noise and the clean blocks before it."""
   fields.require(
-    causal=(False,), cross_attn=(True,), time_conditioning=(False,)
+    causal=(False,),
+    cross_attn=(True,),
+    time_conditioning=(False,),
+    adaln=(True, False),
+    var_min=(True, False),
   )
+  check_integer('config.json: block_size', fields['block_size'], 1)
   layout = _adaln(
     fields,
     schedules.linear(),
