@@ -108,6 +108,37 @@ def from_prompts(
   return from_rows([[*p, *[None] * num_tokens] for p in prompts], vocab)
 
 
+def whole_blocks(
+  rows: Sequence[list[int | None]], length: int | None, max_length: int
+) -> list[list[int | None]]:
+  """Rows that end open, made longer to the end of a block.
+
+  So a network that attends by blocks never sees a part of one; what is more is
+  generated and cut off.
+
+  Args:
+    rows: token ids, None at slots to be generated.
+    length: of a block, `Denoiser.attention_block`; None: nothing changes.
+    max_length: of the model; a row that fits in it goes on fitting.
+
+  Returns:
+    The rows.
+
+  Example:
+    >>> whole_blocks([[5, None], [None, 5]], 4, max_length=32)
+    [[5, None, None, None], [None, 5]]
+  """
+  length = length or 1
+  result = []
+  for row in rows:
+    size = -(-len(row) // length) * length
+    if len(row) <= max_length:
+      size = min(size, max_length)
+    is_open = bool(row) and row[-1] is None
+    result.append(row + [None] * (size - len(row)) if is_open else row)
+  return result
+
+
 def row_from_template(
   template: str, encode: Callable[[str], Sequence[int]]
 ) -> list[int | None]:

@@ -114,13 +114,12 @@ def define() -> Flags:
       'block_length',
       None,
       'Fills the new tokens block after block, of this many each. Default: all '
-      'at once; those of the network where it attends by blocks, to which '
-      'another length applies too.',
+      'at once, or --attention_block in a network that attends by blocks.',
     ),
     flags.DEFINE_integer(
       'attention_block',
       None,
-      'For a network that attends by blocks: how many tokens see one another '
+      'In a network that attends by blocks, how many tokens see one another '
       'and nothing later. Default: --block_length, else as it was trained.',
     ),
     flags.DEFINE_enum(
@@ -211,11 +210,13 @@ def check(holders: Flags) -> None:
   _draw(holders)
 
 
-def attending(holders: Flags, model: Pretrained) -> Pretrained:
-  """The model, attending by blocks as the flags ask.
+def with_attention_block(holders: Flags, model: Pretrained) -> Pretrained:
+  """The model, attending by blocks as long as the flags ask.
 
-  Published decoders have one length for both: of the blocks that are opened one
-  after another, and of those by which the network attends.
+  `--block_length` new tokens are open at a time; in a network that attends by
+  blocks, `--attention_block` tokens see one another and nothing later. Either
+  is the other where it is not given, as in published decoders, which have one
+  length for both; the first must divide the second, and that the network's own.
 
   Raises:
     ValueError: an attention block that does not divide that of the network, or
@@ -242,25 +243,6 @@ def attending(holders: Flags, model: Pretrained) -> Pretrained:
   return model._replace(config=config, denoiser=transformer.denoiser(config))
 
 
-def whole_blocks(
-  rows: list[list[int | None]], model: Pretrained
-) -> list[list[int | None]]:
-  """Rows to decode: one that ends open, to the end of a block.
-
-  So a network that attends by blocks never sees a part of one. What is more is
-  generated and cut off. Without blocks the rows stay as they are.
-  """
-  length = model.config.attention_block or 1
-  result = []
-  for row in rows:
-    size = -(-len(row) // length) * length
-    if len(row) <= model.config.max_length:
-      size = min(size, model.config.max_length)
-    is_open = bool(row) and row[-1] is None
-    result.append(row + [None] * (size - len(row)) if is_open else row)
-  return result
-
-
 def decoding_of(
   holders: Flags,
   model: Pretrained,
@@ -272,8 +254,8 @@ def decoding_of(
 
   Args:
     holders: from `define`, after `check`.
-    model: from `attending`; gives the vocabulary, the schedule, and who sees
-      whom.
+    model: from `with_attention_block`; gives the vocabulary, the schedule, and
+      who sees whom.
     canvas: what is to be filled in; concrete.
     num_equal_rows: how many rows are alike but for their noise.
 

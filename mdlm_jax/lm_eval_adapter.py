@@ -43,7 +43,7 @@ class LanguageModel(LM):
 
     Args:
       model: the network and its tokenizer.
-      writer: the same as it writes, see `decoding_flags.attending`.
+      writer: the same as it writes, see `decoding_flags.with_attention_block`.
       decoding: how texts are written, given what their task wants.
       num_replicates: independent estimates of a score, at least 2.
       num_calls: network calls of one, as in `tasks.score_answers`; of a window

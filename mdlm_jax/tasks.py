@@ -14,7 +14,6 @@ from jaxtyping import Bool, Float
 from mdlm_jax import (
   bound_estimators,
   canvas,
-  decoding_flags,
   draws,
   evaluation,
   rules,
@@ -275,8 +274,10 @@ def continuations(
       'model'
     )
   given = [p.ids[max(len(p.ids) + num_tokens - longest, 0) :] for p in prompts]
-  rows = decoding_flags.whole_blocks(
-    [[*ids, *[None] * num_tokens] for ids in given], model
+  rows = canvas.whole_blocks(
+    [[*ids, *[None] * num_tokens] for ids in given],
+    model.config.attention_block,
+    model.config.max_length,
   )
   groups = _groups(_row_length(len(row), longest) for row in rows)
   batches = [

@@ -126,7 +126,9 @@ class Sampler:
   def __call__(self, prompt: list[int], turn: int) -> Answer:
     model = self._model
     row = [*prompt, *[None] * self._length]
-    (row,) = decoding_flags.whole_blocks([row], model)
+    (row,) = canvas.whole_blocks(
+      [row], model.config.attention_block, model.config.max_length
+    )
     size = -(-len(row) // _BUCKET) * _BUCKET
     size = min(size, model.config.max_length)
     filled = canvas.from_rows([row], model.vocab, length=size)
@@ -165,7 +167,7 @@ class Sampler:
 def make_speaker() -> Speaker:
   """What the flags ask for."""
   path, model = model_flags.load(_MODEL)
-  model = decoding_flags.attending(_DECODING, model)
+  model = decoding_flags.with_attention_block(_DECODING, model)
   if isinstance(model.tokenizer, hub_tokenizer.NoTokenizer):
     raise ValueError(f'{path} has no tokenizer.json, so there is no text')
   template = chat_template.read(path)

@@ -160,7 +160,7 @@ def main(argv):
   template = None
   if _CHAT.value:
     model, template = chat_model(path, model)
-  writer = decoding_flags.attending(_DECODING, model)
+  writer = decoding_flags.with_attention_block(_DECODING, model)
   progress, decodings = command_line.Progress(), []
   # The harness would fork for its error bars, which JAX does not survive.
   os.environ['DISABLE_MULTIPROC'] = '1'

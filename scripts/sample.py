@@ -338,11 +338,12 @@ def main(argv):
   del argv
   check_flags()  # Before the model is loaded, so that a mistake costs no time.
   path, model = model_flags.load(_MODEL)
-  model = decoding_flags.attending(_DECODING, model)
+  model = decoding_flags.with_attention_block(_DECODING, model)
   rows = make_rows(model)
-  filled = canvas.from_rows(
-    decoding_flags.whole_blocks(rows, model), model.vocab
+  whole = canvas.whole_blocks(
+    rows, model.config.attention_block, model.config.max_length
   )
+  filled = canvas.from_rows(whole, model.vocab)
   chosen = decoding_flags.decoding_of(
     _DECODING,
     model,

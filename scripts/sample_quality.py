@@ -259,7 +259,7 @@ def main(argv):
   path = model = None
   if _TEXTS.value is None or _CHECKPOINT.value is not None:
     path = directory.find(_CHECKPOINT.value)
-    model = decoding_flags.attending(_DECODING, directory.load(path))
+    model = decoding_flags.with_attention_block(_DECODING, directory.load(path))
   if _TEXTS.value is None:
     measured, settings = write_samples(model)
   else:
