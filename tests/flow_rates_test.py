@@ -139,11 +139,17 @@ def test_guided_rates_lead_where_guided_logits_do():
   logits = jnp.asarray(rng.normal(size=(2, V)).astype(np.float32))
   logits = logits.at[:, :2].set(-jnp.inf)  # PAD and MASK.
   here, half = jnp.array(MASK), jnp.array(0.5)
-  cond, null = (
-    rates(PATHS['masked'], jax.nn.softmax(one), here, half) for one in logits
-  )
-  guided = flow.guided_rates(cond, null, here, 2.0)
-  law = jax.nn.softmax(guidance.combine(*logits, 2.0))
+
+  @jax.jit
+  def guided_both_ways(logits):
+    cond, null = (
+      flow.rates(PATHS['masked'], jax.nn.softmax(one), here, half)
+      for one in logits
+    )
+    law = jax.nn.softmax(guidance.combine(*logits, 2.0))
+    return cond, flow.guided_rates(cond, null, here, 2.0), law
+
+  cond, guided, law = guided_both_ways(logits)
   np.testing.assert_allclose(guided[2:] / -guided[MASK], law[2:], rtol=1e-5)
   assert abs(guided[MASK] - cond[MASK]) > 0.1  # How soon is another matter.
 
@@ -155,11 +161,13 @@ def test_the_posterior_is_the_other_conditional_and_the_own_token(name):
   without, posterior = (clean_probs(laws, own) for own in (False, True))
   possible = posterior.sum(-1) > 0
   with jax.enable_x64(True):
-    logits = flow.posterior_logits(
-      jnp.log(without), jnp.asarray(STATES), jnp.full(STATES.shape, tau),
-      path=PATHS[name],
+    logits = jax.jit(flow.posterior_logits, static_argnames='path')(
+      np.log(without, where=without > 0, out=np.full(without.shape, -np.inf)),
+      STATES, np.full(STATES.shape, tau), path=PATHS[name],
     )  # fmt: skip
-    got = np.asarray(jax.nn.softmax(logits, -1))
+  p = np.exp(np.asarray(logits))
+  total = p.sum(-1, keepdims=True)
+  got = p / np.where(total > 0, total, 1)
   if name == 'masked':  # A visible token is certain; the rates know that.
     possible &= STATES == MASK
     np.testing.assert_allclose(got[possible], without[possible], rtol=1e-12)

@@ -44,47 +44,58 @@ LN8 = math.log(8)
 
 
 def decoding(canvas):
-  static = {
-    'vocab': MODEL.vocab,
-    'rule': rules.by_confidence(8),
-    'draw': draws.categorical(temperature=0.0),
-  }
-  return decoding_flags.Chosen(static, {}, 8, {})
+  """That of the script for four new tokens."""
+  return decoding_flags.Chosen(
+    {
+      'vocab': MODEL.vocab,
+      'rule': rules.by_confidence(4),
+      'draw': draws.categorical(temperature=0.0),
+      'schedule': MODEL.schedule,
+    },
+    {}, 4, {},
+  )  # fmt: skip
+
+
+# Three answers of one token and three of four: tests share their programs.
+PAIRS = [
+  ('abc', 'd'), ('abc', 'f'), ('', 'e'),
+  ('abc', 'defg'), ('', 'dacb'), ('gab', 'cadb'),
+]  # fmt: skip
 
 
 def score(pairs, **options):
   answers = [tasks.encode_answer(MODEL, *pair, 7) for pair in pairs]
-  options = {'batch_size': 4, 'num_replicates': 4} | options
+  options = {'batch_size': 4, 'num_replicates': 2} | options
   return tasks.score_answers(MODEL, answers, **options)
 
 
 def test_scores_are_those_of_the_chain_rule():
-  pairs = [('abc', 'd'), ('abc', 'f'), ('', 'e'), ('abc', 'de'), ('ab', 'cd')]
-  scores = score(pairs)
+  scores = score(PAIRS)
   np.testing.assert_allclose(scores.log_prob[:3], [0, -50, -LN8], atol=1e-5)
   np.testing.assert_array_equal(scores.standard_error[:3], 0)
-  # The last token first is a guess, which half of the orders make.
-  guesses = scores.log_prob[3:] / -LN8 * 4
+  # A token that is written before its neighbour on the left is a guess.
+  guesses = scores.log_prob[3] / -LN8 * 2
   np.testing.assert_allclose(guesses, np.round(guesses), atol=1e-5)
-  assert (guesses >= 0).all() and 0 < guesses.sum() < 8
-  np.testing.assert_array_equal(scores.is_greedy, [1, 0, 0, 1, 1])
+  assert 0 < guesses <= 2 * 3
+  np.testing.assert_array_equal(scores.is_greedy, [1, 0, 0, 1, 0, 0])
 
 
 def test_a_score_does_not_depend_on_the_other_requests():
-  pairs = [('abc', 'defg'), ('a', 'b'), ('', 'dacb'), ('gab', 'cadb')]
-  together = score(pairs)
-  for order in ([0], [3, 2, 0]):
-    alone = score([pairs[i] for i in order], batch_size=1)
+  together = score(PAIRS)
+  for order, batch_size in (([5, 3, 4], 2), ([5, 2, 4, 1, 0, 3], 4)):
+    other = score([PAIRS[i] for i in order], batch_size=batch_size)
     for field, value in together._asdict().items():
-      np.testing.assert_allclose(getattr(alone, field), value[order], rtol=1e-6)
-  assert (together.log_prob != score(pairs, seed=2).log_prob).any()
-  counts = score(pairs, num_calls=4)
-  assert (counts.standard_error != together.standard_error).any()
+      np.testing.assert_allclose(
+        getattr(other, field), value[order], rtol=1e-6, atol=1e-6
+      )
+  assert (together.log_prob != score(PAIRS, seed=2).log_prob).any()
+  counts = score(PAIRS[3:], num_calls=4)
+  assert (counts.standard_error != together.standard_error[3:]).any()
 
 
 def test_answers_of_one_question_meet_the_same_masks():
   answers = [tasks.encode_answer(MODEL, 'abc', 'defg', i) for i in (7, 7, 9)]
-  scores = tasks.score_answers(MODEL, answers, batch_size=4, num_replicates=4)
+  scores = tasks.score_answers(MODEL, answers, batch_size=4, num_replicates=2)
   assert scores.log_prob[0] == scores.log_prob[1] != scores.log_prob[2]
 
 
@@ -102,20 +113,20 @@ def write(texts, **options):
     tasks.Prompt(TOKENIZER.encode(text).tolist(), i)
     for i, text in enumerate(texts)
   ]
-  options = {'num_tokens': 8, 'decoding': decoding, 'batch_size': 1} | options
+  options = {'num_tokens': 4, 'decoding': decoding, 'batch_size': 1} | options
   return tasks.continuations(MODEL, prompts, **options)
 
 
 def test_texts_go_on_to_the_first_stop_with_progress():
   events = []
   texts = write(
-    ['abc', 'fg', 'abcdefg abcdefg '], until=('gone', 'f', ' '),
+    ['abc', 'fg', 'abcdefg abcdefg '], until=('gone', 'f', ' ', 'c'),
     on_progress=lambda *event: events.append(event),
   )  # fmt: skip
-  # Three prompts of 8 calls each.
-  assert texts == ['de', '', 'abcde']
-  assert events == [(0, 24), (8, 24), (16, 24), (24, 24)]
-  assert write(['fg', 'abc'], batch_size=2) == [' abcdefg', 'defg abc']
+  # Three prompts of 4 calls each.
+  assert texts == ['de', '', 'ab']
+  assert events == [(0, 12), (4, 12), (8, 12), (12, 12)]
+  assert write(['fg', 'abc'], batch_size=2) == [' abc', 'defg']
   for num_tokens in (0, 17):
     with pytest.raises(ValueError, match=f'num_tokens={num_tokens}'):
       write(['a'], num_tokens=num_tokens)
@@ -150,8 +161,8 @@ REQUESTS = {
     Instance('roll', 0, ('a',)), Instance('roll', 1, ('abcdefg ' * 4,))
   ],
   'generate_until': [
-    Instance('write', 0, ('abc', {'until': ['g'], 'max_gen_toks': 4})),
-    Instance('write', 1, ('abc', {'until': [], 'max_gen_toks': 4})),
+    Instance('write', 0, ('abc', {'until': ['g'], 'max_gen_toks': 8})),
+    Instance('write', 1, ('abc', {'until': [], 'max_gen_toks': 8})),
   ],
 }  # fmt: skip
 KINDS = {
@@ -215,7 +226,10 @@ def run(*arguments):
 
 
 def test_the_adapter_answers_every_kind_of_request(harness, capsys):
-  arguments = ('--tasks=choose,roll,write', '--json', '--num_replicates=2')
+  arguments = (
+    '--tasks=choose,roll,write', '--json', '--num_replicates=2',
+    '--max_new_tokens=4',
+  )  # fmt: skip
   run(*arguments)
   line = capsys.readouterr().out
   run(*arguments)
@@ -240,9 +254,9 @@ def test_the_adapter_answers_every_kind_of_request(harness, capsys):
   assert [d['temperature'] for d in decodings] == [0]
   assert [d['steps'] for d in decodings] == [4]
   assert report['dtype'] == 'float32' and report['versions']['lm_eval'] == '0'
-  run('--tasks=write', '--json', '--max_new_tokens=1', '--temperature=0')
+  run('--tasks=write', '--json', '--max_new_tokens=4', '--temperature=0')
   report = json.loads(capsys.readouterr().out)
-  assert report['results']['generate_until'] == ['d', 'd']
+  assert report['results']['generate_until'] == ['def', 'defg']
   assert 'num_replicates' not in report['settings']
 
 
@@ -261,7 +275,7 @@ def test_chats_follow_the_template_and_end_with_the_turn(
   )
   # After its turn comes the token of 'g'.
   monkeypatch.setattr(chat_template, 'end_of_turn', lambda *unused: 9)
-  run('--tasks=write', '--chat', '--json')
+  run('--tasks=write', '--chat', '--json', '--max_new_tokens=4')
   report = json.loads(capsys.readouterr().out)
   assert report['results']['generate_until'] == ['ef', 'ef']
   digest = hashlib.sha256(source.encode()).hexdigest()
