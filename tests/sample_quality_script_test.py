@@ -1,8 +1,10 @@
 """The script that measures samples, on a tiny sampler and a tiny judge."""
 
 import json
+import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import script_runner
@@ -36,18 +38,18 @@ def folders(tmp_path_factory):
   return sampler, tiny_causal.write(judging, 'LlamaForCausalLM')
 
 
-def report_of(tmp_path, *arguments):
+def report_of(tmp_path, *arguments, **replaced):
   path = tmp_path / 'report.json'
-  script_runner.run(SCRIPT, f'--json={path}', *arguments)
+  script_runner.run(SCRIPT, f'--json={path}', *arguments, **replaced)
   return json.loads(path.read_text())
 
 
 def test_report_of_samples_beside_real_text(folders, tmp_path, capsys):
   sampler, judging = folders
-  arguments = f'--checkpoint={sampler}', '--num_samples=5', '--top_p=0.9'
   report = report_of(
-    tmp_path, *arguments, f'--judge={judging}', '--batch_size=3'
-  )
+    tmp_path, f'--checkpoint={sampler}', '--num_samples=5', '--top_p=0.9',
+    f'--judge={judging}', '--batch_size=3',
+  )  # fmt: skip
   assert 'gen. perplexity' in capsys.readouterr().out
   written, real = report['results']
   assert [written['texts'], real['texts']] == ['samples', 'held-out text']
@@ -66,12 +68,34 @@ def test_report_of_samples_beside_real_text(folders, tmp_path, capsys):
   assert (report['sampler']['seed'], report['judge']['context']) == (0, 64)
   assert report['sampler']['calls_per_sample'] == 16
   assert report['source_sha256'] == provenance.source_digest()
-  # Without the judge the rest is the same, in batches of any size.
-  alone = report_of(tmp_path, *arguments, '--batch_size=2')
+
+
+@pytest.mark.parametrize('batch_size', [1, 2, 5, 9])
+def test_batches_of_any_size_hold_samples_0_to_4(
+  batch_size, folders, tmp_path, capsys
+):
+  """A sampler that writes the number of its row, and nothing else."""
+  seen = []
+
+  def sample(*unused, row_ids, **options):
+    del unused, options
+    seen.extend(np.asarray(row_ids).tolist())
+    ids = jnp.zeros((len(row_ids), 16), jnp.int32).at[:, 0].set(2 + row_ids)
+    return types.SimpleNamespace(ids=ids, calls_per_row=row_ids)
+
+  fake = types.SimpleNamespace(sample=sample, check_finite=lambda result: None)
+  report = report_of(
+    tmp_path, f'--checkpoint={folders[0]}', '--num_samples=5',
+    f'--batch_size={batch_size}', sampling=fake,
+  )  # fmt: skip
+  assert seen[:5] == [0, 1, 2, 3, 4] and len(seen) < 5 + batch_size
+  assert report['sampler']['calls_per_sample'] == 2.0
+  (row, _) = report['results']
+  assert row['num_texts'] == 5
+  # Each sample counts once.
+  assert row['pooled_entropy'] == pytest.approx(np.log(5))
+  assert 'generative_perplexity' not in row
   assert 'no generative perplexity' in capsys.readouterr().out
-  assert 'generative_perplexity' not in alone['results'][0]
-  for name in ('entropy', 'distinct_2', 'pooled_entropy'):
-    assert alone['results'][0][name] == written[name]
 
 
 def test_texts_of_files(folders, tmp_path):
