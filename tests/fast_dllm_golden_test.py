@@ -21,8 +21,6 @@ MODEL = directory.load(golden_data.FOLDER / 'llada')
   'case',
   [
     'b1_thr0.3_dual',
-    'b2_thr0.2_prefix',
-    'b2_factor2.0_dual',
     'b2_factor2.5_prefix',
     'b3_quota_prefix',
     'b3_thr0.6_dual',

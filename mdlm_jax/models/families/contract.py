@@ -118,6 +118,7 @@ def inside(node: str, mappings: dict[str, Mapping]) -> dict[str, Mapping]:
 
 
 def whole(leaf: str) -> Mapping:
+  """A tensor that is a parameter as it is."""
   return Mapping((leaf,), _identity, _only)
 
 
@@ -129,6 +130,14 @@ def transposed(leaf: str) -> Mapping:
 def matrix(name: str) -> Mapping:
   """The matrix of a linear map."""
   return transposed(f'{name}/kernel')
+
+
+def biases(pattern: str) -> dict[str, Mapping]:
+  """The biases of queries, keys and values; `{}` is q, k or v in their keys."""
+  return {
+    pattern.format(short): whole(f'{leaf}/bias')
+    for short, leaf in (('q', 'query'), ('k', 'key'), ('v', 'value'))
+  }
 
 
 def padded_size(rows: int) -> int:
@@ -167,10 +176,3 @@ def _padded(size, x):
 
 def _first(rows, x):
   return x[:rows]
-
-
-def biases(name):
-  return {
-    name.format(short): whole(f'{leaf}/bias')
-    for short, leaf in (('q', 'query'), ('k', 'key'), ('v', 'value'))
-  }
