@@ -89,7 +89,7 @@ def bound(
     valid: False at padding; None: no padding. Shape `[B, L]`.
     positions: logical positions; None: 0, 1, ... Shape `[B, L]`.
     segments: document of each slot when several are packed in a row; each has
-      noise of its own.
+      noise of its own. Shape `[B, L]`.
     row_ids: ids of the rows for the noise; None: 0, 1, ... Shape `[B]`.
     schedule: masking schedule that the network was trained with, which says
       the t of a masking probability.
@@ -145,6 +145,9 @@ def weighted_nats(
       that are not masked. Shape `[..., L]`.
     masked: shape `[..., L]`.
     weights: of every position; 0 asks for nothing. Shape `[..., L]`.
+
+  Returns:
+    In nats. Shape `[...]`.
 
   Example:
     >>> masked = jnp.array([True, True, False])

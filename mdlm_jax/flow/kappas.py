@@ -1,6 +1,8 @@
 """How a path keeps tokens: the schedulers kappa(tau) of flow matching.
 
-Flow time tau = 1 - t runs from 0 (source) to 1 (data).
+Flow time tau = 1 - t runs from 0 (source) to 1 (data). The line is that of
+Campbell et al. (2024, arXiv 2402.04997), the cubics those of Gat et al. (2024,
+arXiv 2407.15595).
 """
 
 import math
@@ -31,7 +33,7 @@ class Kappa(NamedTuple):
 
 @interned
 def linear() -> Kappa:
-  """kappa = tau, the path of Campbell et al.; `schedules.linear`."""
+  """kappa = tau; `schedules.linear`."""
   return Kappa(lambda tau: tau, lambda tau: 1.0 - tau, jnp.ones_like)
 
 
@@ -76,7 +78,7 @@ def cosine() -> Kappa:
 
 @interned
 def cubic(start_slope: float = 0.0, end_slope: float = 0.0) -> Kappa:
-  """The cubic with kappa'(0) = a and kappa'(1) = b (Gat et al.).
+  """The cubic with kappa'(0) = a and kappa'(1) = b.
 
   kappa = 3 tau^2 - 2 tau^3 + a (tau^3 - 2 tau^2 + tau) + b (tau^3 - tau^2).
   Slopes 1, 1 are the linear path; 0, 2 are kappa = tau^2.
@@ -111,6 +113,12 @@ def cubic(start_slope: float = 0.0, end_slope: float = 0.0) -> Kappa:
 @interned
 def as_schedule(kappa: Kappa) -> Schedule:
   """The masking schedule alpha(t) = kappa(1 - t), for the rest of the library.
+
+  Args:
+    kappa: as of a path.
+
+  Returns:
+    The schedule; its inverse is found by bisection.
 
   Example:
     >>> schedule = as_schedule(polynomial(2.0))

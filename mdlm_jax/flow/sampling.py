@@ -8,7 +8,6 @@ the sampler offers.
 """
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -175,7 +174,8 @@ def as_rule(path: Path, grid: Grid, *, corrector: float = 0.0) -> rules.Rule:
 
   Without corrector it is `rules.kernel`: (kappa' - kappa) / (1 - kappa) is the
   reverse kernel's (alpha_s - alpha_t) / (1 - alpha_t). With one it is
-  `rules.remasking` with sigma = 1 - kappa' / kappa*.
+  `rules.remasking` with sigma = 1 - kappa' / kappa*: to first order in the step
+  that of `rules.sigmas.flow_corrector`.
 
   Args:
     path: from MASK (`masked`).
@@ -196,14 +196,9 @@ def as_rule(path: Path, grid: Grid, *, corrector: float = 0.0) -> rules.Rule:
   if not corrector:
     return rules.kernel(grid, schedule)
   level = mask_levels(grid, schedule)
-  reached = [
-    max(after - corrector * (before - after), 0.0)
-    for before, after in itertools.pairwise(level)
-  ]
-  sigmas = tuple(
-    float((after - top) / (1.0 - top))
-    for after, top in zip(level[1:], reached, strict=True)
-  )
+  before, after = level[:-1], level[1:]
+  reached = np.maximum(after - corrector * (before - after), 0.0)
+  sigmas = tuple(((after - reached) / (1.0 - reached)).tolist())
   return rules.remasking(grid, sigmas, schedule)
 
 

@@ -18,7 +18,7 @@ from mdlm_jax import data
 from mdlm_jax.checks import check_integer
 from mdlm_jax.models.causal import CausalModel
 
-_SHORTEST = 16
+_SHORTEST = 16  # Tokens to which texts are filled up: few shapes.
 _POSITIONS = 64  # Whose logits are in memory at a time, for each row.
 
 
