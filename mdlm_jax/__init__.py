@@ -1,14 +1,15 @@
 """Masked diffusion language models in JAX and Flax.
 
 The pure functions are re-exported here, the ways to choose positions as the
-module `rules`, discrete flow matching as the module `flow`. Networks are in
+module `rules`, what a call computes and what it reads again as `caches`,
+discrete flow matching as `flow`. Networks are in
 `mdlm_jax.models`; text, training and evaluation in `mdlm_jax.data`,
 `mdlm_jax.training`, `mdlm_jax.evaluation` and `mdlm_jax.sample_quality`; exact
 laws on small spaces in `mdlm_jax.oracle`; names for command lines in
 `mdlm_jax.named_rules`.
 """
 
-from mdlm_jax import bound_estimators, draws, flow, likelihood, rules
+from mdlm_jax import bound_estimators, caches, draws, flow, likelihood, rules
 from mdlm_jax.blocks import Blocks, blocks_of, steps_per_block
 from mdlm_jax.canvas import Canvas, from_prompts, from_rows, row_from_template
 from mdlm_jax.constraints import Constraint, constrain
@@ -67,6 +68,7 @@ __all__ = [
   'blocks_of',
   'bound_estimators',
   'by_confidence',
+  'caches',
   'carry_over',
   'categorical',
   'check_finite',
