@@ -15,6 +15,7 @@ Decoding has independent axes (docs/decoding.md):
               --cfg_scale
   positions   --rule, its settings, --score, --steps
   blocks      --block_length --attention_block --eos --stop_at_eos
+  cache       --cache --refresh_interval --audit_cache
   correction  --rule=remdm_..., p2 and others; --edit_threshold and
               --refine_rounds beside any rule
 """
@@ -48,7 +49,7 @@ The rules, with the settings that each reads and their defaults:
 {named_rules.table()}
 """
 
-# Published models are declared to be longer than a canvas of one block may be.
+# Many published models are declared longer than anybody fills unasked.
 _MOST_NEW_TOKENS = 1024
 
 _MODEL = model_flags.define(stop_ids=True)
