@@ -22,6 +22,7 @@ from absl import flags
 from mdlm_jax import caches, canvas, command_line, draws, rules, sampling
 from mdlm_jax.blocks import blocks_of
 from mdlm_jax.models import transformer
+from mdlm_jax.models.config import DTYPES
 from mdlm_jax.vocab import Vocab
 
 _VOCAB_SIZE = flags.DEFINE_integer('vocab_size', 4096, 'Ids.', 3)
@@ -30,7 +31,7 @@ _WIDTH = flags.DEFINE_integer('model_dim', 256, 'Width.', 1)
 _MLP = flags.DEFINE_integer('mlp_dim', 768, 'Hidden width of an MLP.', 1)
 _HEADS = flags.DEFINE_integer('num_heads', 8, 'Heads.', 1)
 _DTYPE = flags.DEFINE_enum(
-  'dtype', 'float32', ['float32', 'bfloat16'], 'Of parameters and products.'
+  'dtype', 'float32', DTYPES, 'Of parameters and products.'
 )
 _BATCH = flags.DEFINE_integer('batch_size', 1, 'Rows.', 1)
 _PROMPT = flags.DEFINE_integer('prompt', 128, 'Tokens given.', 1)

@@ -8,6 +8,7 @@ from absl import flags
 
 from mdlm_jax import command_line
 from mdlm_jax.models import directory, int8
+from mdlm_jax.models.config import DTYPES
 from mdlm_jax.models.pretrained import Pretrained
 from mdlm_jax.vocab import Vocab
 
@@ -34,7 +35,7 @@ def define(*, stop_ids: bool = False) -> Flags:
     flags.DEFINE_enum(
       'dtype',
       None,
-      directory.DTYPES,
+      DTYPES,
       'Of the parameters and of the network. Default: as the model was saved.',
     ),
     flags.DEFINE_integer(

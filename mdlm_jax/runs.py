@@ -38,6 +38,7 @@ from mdlm_jax import (
   training,
 )
 from mdlm_jax.models import directory, transformer
+from mdlm_jax.models.config import DTYPES
 from mdlm_jax.tokenizer import Tokenizer
 
 # What a resumed run may change; everything else must be as it was.
@@ -104,9 +105,9 @@ def _prepare(config: ConfigDict) -> Run:
       raise ValueError(f'config.{name}={value} must be at least {least}')
   if not 0 <= config.seed < 2**32:
     raise ValueError(f'config.seed={config.seed} must lie in [0, 2**32)')
-  if config.saved_dtype not in directory.DTYPES:
+  if config.saved_dtype not in DTYPES:
     raise ValueError(
-      f'saved_dtype={config.saved_dtype!r} must be one of {directory.DTYPES}'
+      f'saved_dtype={config.saved_dtype!r} must be one of {DTYPES}'
     )
   corpus = data.corpus_of(config.data.to_dict())
   if not corpus.validation:

@@ -28,6 +28,7 @@ from mdlm_jax.models import (
   json_files,
   shards,
 )
+from mdlm_jax.models.config import DTYPES
 from mdlm_jax.models.pretrained import Pretrained
 
 _CHECKPOINT = flags.DEFINE_string(
@@ -56,7 +57,7 @@ _WEIGHTS = flags.DEFINE_enum(
 _DTYPE = flags.DEFINE_enum(
   'dtype',
   None,
-  directory.DTYPES,
+  DTYPES,
   'Of the tensors. Default: that of the files; of a model of this library '
   'float32.',
 )

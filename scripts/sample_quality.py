@@ -31,6 +31,7 @@ from mdlm_jax import (
   sampling,
 )
 from mdlm_jax.models import causal, directory
+from mdlm_jax.models.config import DTYPES
 from mdlm_jax.sample_quality import judge, measures, reference, samples
 
 __doc__ += f"""
@@ -61,7 +62,7 @@ _JUDGE = flags.DEFINE_string(
   '.gguf file.',
 )
 _JUDGE_DTYPE = flags.DEFINE_enum(
-  'judge_dtype', 'float32', ['float32', 'bfloat16'], 'In which the judge runs.'
+  'judge_dtype', 'float32', DTYPES, 'In which the judge runs.'
 )
 _JUDGE_CONTEXT = flags.DEFINE_integer(
   'judge_context', 1024, 'The most tokens that the judge sees at once.', 2

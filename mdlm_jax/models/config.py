@@ -2,10 +2,10 @@
 
 import dataclasses
 
-_DTYPES = ('float32', 'bfloat16')
+DTYPES = ('float32', 'bfloat16')
 _CHOICES = {
-  'dtype': _DTYPES,
-  'rope_dtype': _DTYPES,
+  'dtype': DTYPES,
+  'rope_dtype': DTYPES,
   'qk_norm': (None, 'head', 'projection'),
   'norm': ('rms', 'layer'),
   'mlp': ('swiglu', 'gelu'),

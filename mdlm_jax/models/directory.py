@@ -27,7 +27,7 @@ from mdlm_jax.models import (
   published,
   transformer,
 )
-from mdlm_jax.models.config import ExpertsConfig
+from mdlm_jax.models.config import DTYPES, ExpertsConfig
 from mdlm_jax.models.pretrained import Pretrained
 from mdlm_jax.tokenizer import Tokenizer
 from mdlm_jax.vocab import Vocab
@@ -58,7 +58,6 @@ _FIELDS = {
 _ARCHITECTURE = 'mdlm_jax'
 # In config.json: that the tokenizer came with a published model.
 _OF_HUB = 'hub_tokenizer'
-DTYPES = ('float32', 'bfloat16')
 _PACKAGED = pathlib.Path(__file__).parents[1] / 'pretrained' / 'sotu'
 
 Path = str | os.PathLike

@@ -27,10 +27,9 @@ from mdlm_jax.models import (
   shards,
   transformer,
 )
+from mdlm_jax.models.config import DTYPES
 from mdlm_jax.models.pretrained import Pretrained
 from mdlm_jax.vocab import Vocab
-
-_DTYPES = ('float32', 'bfloat16')
 
 
 def load(
@@ -67,8 +66,8 @@ def load(
       missing, unused or misshapen, all of them listed; a damaged file; weights
       only as a pickle; no id for MASK.
   """
-  if dtype not in (None, *_DTYPES):
-    raise ValueError(f'{dtype=} must be None or one of {", ".join(_DTYPES)}')
+  if dtype not in (None, *DTYPES):
+    raise ValueError(f'{dtype=} must be None or one of {", ".join(DTYPES)}')
   directory = pathlib.Path(directory)
   content = json_files.read(directory / 'config.json')
   generation = json_files.read_if_any(directory / 'generation_config.json')
