@@ -64,7 +64,7 @@ def test_every_token_of_a_long_text_counts_once(llama):
     seen = end
   assert len(expected) == len(ids) - 1
   (nats,), (count,) = judge.negative_log_likelihood(
-    llama, [text], context=length
+    llama, [text], context=length, batch_size=1
   )
   assert count == len(expected)
   assert nats == pytest.approx(sum(expected), abs=1e-4)
