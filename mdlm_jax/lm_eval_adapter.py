@@ -22,7 +22,8 @@ class LanguageModel(LM):
 
   Attributes:
     record: what the requests leave for a report: SHA-256 of the prompts by
-      task, root mean square standard error of the log-likelihoods by kind.
+      task, root mean square standard error of the log-likelihoods by kind in
+      nats, None where every answer is impossible.
   """
 
   def __init__(
@@ -164,8 +165,8 @@ class LanguageModel(LM):
       self.record['prompts_sha256'][name] = digest.hexdigest()
 
   def _note_errors(self, kind, errors):
-    # That of an impossible answer is not a number.
-    error = float(np.sqrt(np.mean(errors[np.isfinite(errors)] ** 2)))
+    known = errors[np.isfinite(errors)]  # Not of an impossible answer.
+    error = float(np.sqrt(np.mean(known**2))) if known.size else None
     self.record[f'{kind}_standard_error'] = error
 
 

@@ -84,11 +84,11 @@ _JSON = flags.DEFINE_string('json', None, 'Writes the report to this file.')
 # Published models are declared to be longer than a sample should be.
 _LONGEST = 1024
 COLUMNS = {
-  'generative_perplexity': ('gen. perplexity', ''),
-  'entropy': ('entropy', ''),
-  'pooled_entropy': ('pooled entropy', ''),
-  'distinct_2': ('distinct-2', ''),
-  'repetition': ('repetition', ''),
+  'generative_perplexity': ('gen. perplexity',),
+  'entropy': ('entropy',),
+  'pooled_entropy': ('pooled entropy',),
+  'distinct_2': ('distinct-2',),
+  'repetition': ('repetition',),
 }
 
 

@@ -7,8 +7,8 @@ their distinct n-grams and their repetition (docs/sample_quality.md).
 
 import collections
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -184,16 +184,20 @@ def ratio(
   return Estimate(value, math.sqrt(factor * squares) / total)
 
 
-def titles(columns: dict[str, tuple[str, str]]) -> str:
-  """Heads of the columns that `cells` fills; columns are as `MEASURES`."""
-  return ''.join(f'{title:>18s}' for title, _ in columns.values())
+def titles(columns: Mapping[str, tuple[str, ...]]) -> str:
+  """Heads of the columns that `cells` fills: the first of each one's titles."""
+  return ''.join(f'{title:>18s}' for title, *_ in columns.values())
 
 
-def cells(row: dict, columns: dict[str, tuple[str, str]]) -> str:
+def cells(row: Mapping[str, Any], columns: Iterable[str]) -> str:
   """Numbers with their standard errors, as the cells of a table.
 
+  Args:
+    row: as `measure` gives it; a number that it lacks leaves its cell empty.
+    columns: names of the numbers.
+
   Example:
-    >>> cells({'x': 1.0, 'x_error': 0.25}, {'x': ('a title', 'a long one')})
+    >>> cells({'x': 1.0, 'x_error': 0.25}, ['x'])
     '    1.000 +- 0.250'
   """
   return ''.join(
