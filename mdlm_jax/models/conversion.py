@@ -22,7 +22,6 @@ from mdlm_jax.models import families, layers, param_tree, shards, transformer
 from mdlm_jax.models.config import TransformerConfig
 from mdlm_jax.vocab import Vocab
 
-_SINGLE, _INDEX = 'model.safetensors', 'model.safetensors.index.json'
 _NUMBERED = 'model-{:05d}-of-{:05d}.safetensors'
 # As the safetensors format names them.
 _DTYPES = {
@@ -136,7 +135,7 @@ def write_tensors(
       size = 0
     groups[-1].append(key)
     size += tensor.num_bytes
-  names = [_SINGLE]
+  names = [shards.SINGLE]
   if len(groups) > 1:
     names = [_NUMBERED.format(i + 1, len(groups)) for i in range(len(groups))]
   directory = pathlib.Path(directory)
@@ -156,7 +155,7 @@ def write_tensors(
         for key in keys
       },
     }
-    (directory / _INDEX).write_text(json.dumps(index, indent=2) + '\n')
+    (directory / shards.INDEX).write_text(json.dumps(index, indent=2) + '\n')
   return names
 
 

@@ -10,7 +10,8 @@ import safetensors
 
 from mdlm_jax.models import json_files
 
-_SINGLE, _INDEX = 'model.safetensors', 'model.safetensors.index.json'
+# Names of the one file, and of the index of many.
+SINGLE, INDEX = 'model.safetensors', 'model.safetensors.index.json'
 _PICKLES = ('*.bin', '*.pt', '*.pth', '*.ckpt')
 # What safetensors calls them.
 _FLOATS = {'F64': 64, 'F32': 32, 'F16': 16, 'BF16': 16}
@@ -91,10 +92,10 @@ def _opened(path):
 
 
 def _files(directory):
-  if (directory / _SINGLE).exists():
-    return [directory / _SINGLE]
-  if (directory / _INDEX).exists():
-    return [directory / name for name in _indexed(directory / _INDEX)]
+  if (directory / SINGLE).exists():
+    return [directory / SINGLE]
+  if (directory / INDEX).exists():
+    return [directory / name for name in _indexed(directory / INDEX)]
   files = sorted(directory.glob('*.safetensors'))
   if files:
     return files
