@@ -96,13 +96,14 @@ def test_one_loop_with_and_without_the_exact_cache(
   attention_block, length, network_options, rule, options
 ):
   model = network(attention_block, **network_options)
+  audit = 'guidance' not in options  # It would make four calls a step.
   plain = run(model, CANVAS, length, rule, **options)
   cached = run(
-    model, CANVAS, length, rule, cache=caches.exact(), audit_cache=True,
+    model, CANVAS, length, rule, cache=caches.exact(), audit_cache=audit,
     **options,
   )  # fmt: skip
   assert_same_decoding(plain, cached)
-  assert np.nanmax(cached.cache_error) < 1e-5
+  assert not audit or np.nanmax(cached.cache_error) < 1e-5
   # Never more than the window and what changed since; far less than all.
   most = 2 * max(attention_block, length) + 1
   assert cached.computed[:, :2].max() <= most
