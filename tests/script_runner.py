@@ -10,6 +10,8 @@ from absl import flags
 from mdlm_jax import command_line  # noqa: F401  Defines absl's own flags.
 
 ROOT = pathlib.Path(__file__).parents[1]
+# They read flags of their own.
+_LIBRARIES = ('absl', 'array_record', 'grain', 'orbax')
 
 
 def run(name: str, *arguments: str, **replaced) -> types.ModuleType:
@@ -44,21 +46,36 @@ def load(name: str) -> types.ModuleType:
 def _no_other_flags():
   """Scripts share names of flags, which absl keeps once per process."""
   before = dict(flags.FLAGS.__dict__)
-  of_absl = [
-    flag
-    for module, own in flags.FLAGS.flags_by_module_dict().items()
-    if module.startswith('absl.')
-    for flag in own
-  ]
-  flags.FLAGS.__dict__.clear()
-  flags.FLAGS.__init__()
-  for flag in of_absl:  # What logs a warning reads them.
-    flags.FLAGS[flag.name] = flag
+  _only_flags_of_libraries()
   try:
     yield
   finally:
+    # A library that was first imported here defines its flags only once.
+    of_libraries = _only_flags_of_libraries()
     flags.FLAGS.__dict__.clear()
     flags.FLAGS.__dict__.update(before)
+    _define(of_libraries)
+
+
+def _only_flags_of_libraries():
+  """Forgets all others; modules and their flags."""
+  kept = {
+    module: own
+    for module, own in flags.FLAGS.flags_by_module_dict().items()
+    if module.split('.')[0] in _LIBRARIES
+  }
+  flags.FLAGS.__dict__.clear()
+  flags.FLAGS.__init__()
+  _define(kept)
+  return kept
+
+
+def _define(flags_by_module):
+  for module, own in flags_by_module.items():
+    for flag in own:
+      if flag.name not in flags.FLAGS:
+        flags.FLAGS[flag.name] = flag
+        flags.FLAGS.register_flag_by_module(module, flag)
 
 
 def _load(name):
