@@ -136,7 +136,7 @@ def _not_settled(interval, view, attention_block):
 
 def _sizes_of_blocks(length, width, attention_block):
   blocks = -(-width // attention_block) * attention_block
-  return _ascending(length, (blocks, blocks + width))
+  return _ascending(length, (blocks, 2 * blocks))
 
 
 def _halvings(length, width, attention_block):

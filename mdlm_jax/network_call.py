@@ -55,10 +55,7 @@ def predict_window(
   if stored is None:
     return _ask(decoding, inputs, step, state, window, None, None)[0], None
   slots = computed_slots(decoding, inputs, step, state, window)
-  width = window.open.shape[1]
-  sizes = decoding.cache.sizes(
-    state.ids.shape[1], width, decoding.denoiser.attention_block
-  )
+  sizes = call_sizes(decoding, state.ids.shape[1], window.open.shape[1])
   prediction, cache = _ask(
     decoding, inputs, step, state, window, stored.cache, Computed(slots, sizes)
   )
@@ -71,6 +68,21 @@ def predict_window(
     error = jnp.where(drawable, difference, 0.0).max((1, 2))
   ids = jnp.where(slots, state.ids, stored.ids)
   return prediction, Stored(cache, ids, slots.sum(1), error)
+
+
+def call_sizes(decoding: Decoding, length: int, width: int) -> tuple[int, ...]:
+  """Numbers of slots that a call is compiled for, ascending.
+
+  Args:
+    decoding: gives the cache policy and the network.
+    length: slots of the canvas, the last size.
+    width: slots of the window.
+  """
+  denoiser = decoding.denoiser
+  sizes = decoding.cache.sizes(length, width, denoiser.attention_block)
+  if denoiser.shifted:  # `computed_slots` has one more, or all would be made.
+    sizes = tuple(dict.fromkeys(min(size + 1, length) for size in sizes))
+  return sizes
 
 
 def computed_slots(

@@ -171,6 +171,30 @@ def test_what_is_not_stored_yet_is_never_seen():
   np.testing.assert_allclose(block(16, 1e4), block(8, 0.0), atol=1e-5)
 
 
+@pytest.mark.parametrize(
+  ('options', 'policy', 'width', 'sizes'),
+  [
+    ({}, caches.dual(), 4, (4, 32)),
+    # The slot before the window is computed too: one more, and not all.
+    ({'shifted': True}, caches.dual(), 4, (5, 32)),
+    ({'shifted': True}, caches.prefix(), 8, (9, 17, 32)),
+    ({'attention_block': 4}, caches.exact(), 4, (4, 8, 32)),
+    ({'attention_block': 4, 'shifted': True}, caches.exact(), 4, (5, 9, 32)),
+    # A window inside a block, which may see the block before it change.
+    ({'attention_block': 8}, caches.exact(), 4, (8, 16, 32)),
+    ({'attention_block': 4}, caches.exact(), 8, (8, 16, 32)),
+  ],
+)
+def test_calls_are_compiled_for_what_they_compute(
+  options, policy, width, sizes
+):
+  decoding = sampling_state.Decoding(
+    network(**options)[0], VOCAB, rules.by_confidence(1), GREEDY, linear(),
+    cache=policy,
+  )  # fmt: skip
+  assert network_call.call_sizes(decoding, 32, width) == sizes
+
+
 def test_a_slot_that_is_none_stores_nothing():
   denoiser, params = network()
   ids = jnp.array([[5, 6, 7, 8], [9, 10, 11, 12]])

@@ -11,7 +11,7 @@ identical rule, so nothing is compiled twice.
   remasking_kernel  a reverse process that takes tokens back, by `sigmas`
   correction        committed tokens ranked anew, replaced, or refined
 
-`laws` lists noise as finitely many cases, for exact enumeration; names for
+`cells` lists noise as finitely many cases, for exact enumeration; names for
 command lines are in `mdlm_jax.named_rules`.
 """
 
