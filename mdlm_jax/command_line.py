@@ -141,6 +141,8 @@ def _parse(argv: Sequence[str]) -> list[str]:
     remaining = flags.FLAGS(argv)
   except SystemExit:  # --help, which is no failure.
     sys.exit(0)
+  except KeyError as error:  # What a config says of a field it lacks.
+    _fail(f'the config has no field {error}; its file lists all of them')
   except Exception as error:  # A config file is a program of the user's.
     _fail(error)
   if len(remaining) > 1:

@@ -285,9 +285,7 @@ def decoding_of(
       num_steps = int(canvas.generation_slots.sum(1).max())
     elif num_steps is None:
       num_steps = windows.count * windows.length
-  rule = _rule(
-    holders, _steps_of_block(value, num_steps, num_blocks), model.schedule
-  )
+  rule = _rule(holders, _steps_of_block(num_steps, windows), model.schedule)
   if (
     num_equal_rows > 1
     and value['temperature'] == 0
@@ -372,14 +370,14 @@ def _cache(name, interval=None) -> caches.CachePolicy | None:
         raise ValueError(f'--refresh_{error}') from None
 
 
-def _steps_of_block(value, num_steps, num_blocks):
-  if num_steps is None:
-    return None
+def _steps_of_block(num_steps, windows):
+  if num_steps is None or windows is None:
+    return num_steps
   try:
-    return blocks.steps_per_block(num_steps, num_blocks)
+    return blocks.steps_per_block(num_steps, windows.count)
   except ValueError as error:
     raise ValueError(
-      f'--steps={num_steps} --block_length={value["block_length"]}: {error}'
+      f'--steps={num_steps} in blocks of {windows.length}: {error}'
     ) from None
 
 

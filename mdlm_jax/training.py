@@ -84,7 +84,9 @@ def make_optimizer(
   if steps < 1:
     raise ValueError(f'{steps=} must be at least 1')
   if not 0 <= warmup_steps < steps:
-    raise ValueError(f'{warmup_steps=} must be from 0 to below {steps=}')
+    raise ValueError(
+      f'optimizer.{warmup_steps=} must be from 0 to below {steps=}'
+    )
   for name, value, is_legal in (
     ('learning_rate', learning_rate, 0 < learning_rate < math.inf),
     ('clip_norm', clip_norm, 0 < clip_norm < math.inf),

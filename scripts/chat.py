@@ -319,7 +319,12 @@ def converse(speaker: Speaker, is_live: bool) -> None:
         break
       if command == '/reset':
         messages = beginning
-      print(command_answer(command))
+      try:
+        print(command_answer(command))
+      except ValueError as error:
+        if not is_live:
+          raise
+        print(f'error: {error}', file=sys.stderr)
       continue
     try:
       kept, prompt = fitted(
@@ -355,7 +360,7 @@ def command_answer(command: str) -> str:
     return '[the conversation is forgotten]'
   if command == '/help':
     return _HELP
-  return f'no command {command}; /help lists them'
+  raise ValueError(f'no command {command}; /help lists them')
 
 
 def main(argv):

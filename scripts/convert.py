@@ -38,6 +38,11 @@ _CHECKPOINT = flags.DEFINE_string(
   'downloaded from a model hub.',
   required=True,
 )
+_MASK_ID = flags.DEFINE_integer(
+  'mask_id',
+  None,
+  'The id of MASK, of a downloaded directory whose files do not tell it.',
+)
 _OUTPUT = flags.DEFINE_string(
   'output', None, 'The directory to be written.', required=True
 )
@@ -94,7 +99,7 @@ def source() -> tuple[pathlib.Path, Pretrained]:
     raise ValueError(
       f'--weights={_WEIGHTS.value} cannot act: {given} holds one set of weights'
     )
-  model = directory.load(path)
+  model = directory.load(path, mask_id=_MASK_ID.value)
   if is_run:
     params, step = weights_of_run(given / 'checkpoints', _WEIGHTS.value)
     history = {**model.history, 'step': step, 'weights': _WEIGHTS.value}
@@ -167,8 +172,6 @@ def write_published(path, model, output) -> list[str]:
 
 def write_own(path, model, output) -> list[str]:
   """A directory of this library, and the files of a chat template."""
-  if isinstance(model.tokenizer, hub_tokenizer.NoTokenizer):
-    raise ValueError(f'--to=mdlm_jax needs a tokenizer.json in {path}')
   names = [
     name
     for name in schedules.SCHEDULES
@@ -199,6 +202,9 @@ def main(argv):
   if _TO.value == 'mdlm_jax' and _MAX_SHARD_GB.present:
     raise ValueError('--max_shard_gb cannot act with --to=mdlm_jax')
   path, model = source()
+  has_tokenizer = not isinstance(model.tokenizer, hub_tokenizer.NoTokenizer)
+  if _TO.value == 'mdlm_jax' and not has_tokenizer:
+    raise ValueError(f'--to=mdlm_jax needs a tokenizer.json in {path}')
   output.mkdir(parents=True, exist_ok=True)
   write = write_own if _TO.value == 'mdlm_jax' else write_published
   names = write(path, model, output)

@@ -423,7 +423,7 @@ def test_tour_shows_the_three_ways(sample):
       ['--prompt=ab', '--length=20', '--block_length=4', '--steps=8'],
       '8 steps cannot be shared equally by 5 blocks',
     ),
-    (['--block_length=4', '--steps=3'], '--steps=3 --block_length=4: 3 steps'),
+    (['--block_length=4', '--steps=3'], '--steps=3 in blocks of 4: 3 steps'),
     (['--block_length=0'], '--block_length=0 must be at least 1'),
     (
       ['--rule=threshold', '--steps=8'],

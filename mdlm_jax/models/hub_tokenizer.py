@@ -150,8 +150,8 @@ class NoTokenizer:
     """
     if text:
       raise ValueError(
-        f'{self.directory} has no tokenizer.json to encode {text!r} with; a '
-        'prompt can be given as ids'
+        f'{self.directory} has no tokenizer.json to encode text with; scripts '
+        'that sample take ids, as --prompt_ids=5,6,7'
       )
     return np.zeros(0, np.int32)
 

@@ -282,7 +282,7 @@ def _vocab(layout, configs, files, mask_id):
   if not mask_ids and mask_id is None:
     raise ValueError(
       'no MASK: config.json has no mask_token_id and tokenizer_config.json no '
-      'mask_token with an id; it is told by mask_id'
+      'mask_token with an id; --mask_id tells it (in Python, `mask_id`)'
     )
   if mask_ids and mask_id not in (None, mask_ids[0]):
     raise ValueError(f'{mask_id=}, but the directory says {mask_ids[0]}')
