@@ -110,6 +110,7 @@ def test_the_flag_of_the_scripts():
   holders = {
     'checkpoint': flags.DEFINE_string('checkpoint', '', '', values),
     'dtype': flags.DEFINE_string('dtype', None, '', values),
+    'mask_id': flags.DEFINE_integer('mask_id', None, '', flag_values=values),
     'int8': flags.DEFINE_bool('int8', False, '', values),
   }
   values(['x', f'--checkpoint={LLADA}', '--dtype=bfloat16', '--int8'])

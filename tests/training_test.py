@@ -191,10 +191,19 @@ def test_state_is_donated_and_nothing_is_aliased():
 
 
 def test_step_is_compiled_once():
-  step, state = make_run()
+  traces = []
+
+  def features(*arguments, **inputs):
+    traces.append(None)
+    return BAG.features(*arguments, **inputs)
+
+  _, state = make_run()
+  step = make_step(BAG._replace(features=features), make_optimizer(), 0.9)
   for seed in range(3):
     state, _ = step(state, make_batch(seed=seed), KEY)
-  assert step._cache_size() == 1
+    if seed == 0:
+      traces_of_one = len(traces)
+  assert len(traces) == traces_of_one
   assert state.step == 3
 
 
