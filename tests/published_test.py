@@ -355,7 +355,7 @@ def test_a_prompt_is_text_where_there_is_a_tokenizer(tmp_path, capsys):
   record = json.loads(capsys.readouterr().out)
   assert record['ids'][:2] == [5, 6]
   assert record['text'] == ' '.join(f'w{i}' for i in record['ids'])
-  with pytest.raises(ValueError, match='no tokenizer.json.*--prompt_ids'):
+  with pytest.raises(ValueError, match=r'no tokenizer.json.*--prompt_ids'):
     script_runner.run(
       'sample.py', f'--checkpoint={DREAM}', '--prompt=w5', *arguments
     )
