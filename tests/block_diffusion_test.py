@@ -220,7 +220,7 @@ def test_a_token_is_seen_by_its_own_noisy_block_and_by_later_blocks_if_clean():
     after = hidden_of(CONFIG, params, *pair, jnp.ones(2), noisy > 0)
     change = np.abs(after - before).max((0, 2))
     assert (change[changed] > 1e-3).all()
-    assert change.sum() == change[changed].sum()
+    assert not np.delete(change, changed).any()
 
 
 def test_packed_documents_and_padding_change_nothing():
