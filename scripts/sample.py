@@ -161,7 +161,7 @@ def make_prompt(model: Pretrained) -> list[int]:
   if _PROMPT_IDS.value is None:
     return model.tokenizer.encode(_PROMPT.value or '').tolist()
   ids = []
-  for word in _PROMPT_IDS.value.split(','):
+  for word in _PROMPT_IDS.value.split(',') if _PROMPT_IDS.value else ():
     try:
       ids.append(int(word))
     except ValueError:

@@ -489,6 +489,14 @@ def test_a_mask_that_no_file_tells_is_told_by_the_caller(tmp_path):
     directory.load(LLADA, mask_id=5)
 
 
+def test_a_role_that_is_no_text_is_none(tmp_path):
+  copied(LLADA, tmp_path)
+  (tmp_path / 'tokenizer_config.json').write_text(
+    json.dumps({'bos_token': {'content': [1]}, 'mask_token': 3})
+  )
+  assert directory.load(tmp_path).vocab == directory.load(LLADA).vocab
+
+
 def test_a_model_type_is_enough(tmp_path):
   copied(DREAM, tmp_path, architectures=None)
   assert directory.load(tmp_path).denoiser.shifted

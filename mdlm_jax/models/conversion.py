@@ -91,6 +91,11 @@ def published_tensors(
     name = dtype
     if name is None and entries is not None:
       name = _DTYPES[entries[key].dtype]
+      if entries[key].dtype == 'F64':  # Parameters are float32 at most.
+        raise ValueError(
+          f'{key} is float64, of which only float32 was read; name the dtype '
+          'to be written'
+        )
     kept = jnp.dtype(name or kind.dtype)
     return Tensor(
       tuple(kind.shape),

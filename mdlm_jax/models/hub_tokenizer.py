@@ -54,11 +54,12 @@ def read_files(directory: str | os.PathLike) -> TokenizerFiles:
   directory = pathlib.Path(directory)
   settings = json_files.read_if_any(directory / 'tokenizer_config.json')
   roles = json_files.read_if_any(directory / 'special_tokens_map.json')
-  special = {
+  named = {
     role: token.get('content') if isinstance(token, dict) else token
     for role, token in (roles | settings).items()
-    if role.endswith('_token') and isinstance(token, dict | str)
+    if role.endswith('_token')
   }
+  special = {r: text for r, text in named.items() if isinstance(text, str)}
   listed = settings.get('added_tokens_decoder', {})
   try:
     added = {token['content']: int(i) for i, token in listed.items()}
