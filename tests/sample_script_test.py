@@ -400,7 +400,7 @@ def test_tour_shows_the_three_ways(sample):
     (['--prompt_ids=5,99'], '99 is no id of a token'),
     (['--prompt_ids=5,-1'], '-1 is no id of a token'),
     (['--prompt_ids=5,1'], '1 is no id of a token'),
-    (['--prompt_ids='], "'' is not a number"),
+    (['--prompt_ids=5,'], "'' is not a number"),
     (['--steps=0'], '--steps=0 must be at least 1'),
     (['--length=0'], '--length=0 must be at least 1'),
     (['--temperature=-1'], 'temperature=-1.0 must be'),
