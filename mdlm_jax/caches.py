@@ -35,6 +35,7 @@ class View(NamedTuple):
     changed: slots whose token is not the one that they were last computed
       with, or that never were. Shape `[B, L]`.
     positions: logical positions. Shape `[B, L]`.
+    attention_block: of the network, see `predict.Denoiser`.
   """
 
   step: Int[Array, '']
@@ -42,13 +43,14 @@ class View(NamedTuple):
   masked: Bool[Array, 'B L']
   changed: Bool[Array, 'B L']
   positions: Int[Array, 'B L']
+  attention_block: int | None
 
 
 class CachePolicy(NamedTuple):
   """How a sampler uses the cache of its network.
 
   Attributes:
-    computed: `computed(view, attention_block) -> [B, L]`, the slots that the
+    computed: `computed(view) -> [B, L]`, the slots that the
       call computes.
     sizes: `sizes(length, width, attention_block)`, the numbers of slots that a
       call is compiled for, ascending, the last one `length`; `width` is that of
@@ -110,8 +112,8 @@ def delayed(interval: int) -> CachePolicy:
   )
 
 
-def _by_attention_block(view, attention_block):
-  block = view.positions // attention_block
+def _by_attention_block(view):
+  block = view.positions // view.attention_block
   first = jnp.where(view.open | view.changed, block, jnp.iinfo(block.dtype).max)
   last = jnp.where(view.open, block, -1)
   return (block >= first.min(1, keepdims=True)) & (
@@ -119,18 +121,15 @@ def _by_attention_block(view, attention_block):
   )
 
 
-def _from_window_on(view, attention_block):
-  del attention_block
+def _from_window_on(view):
   return (view.step == 0) | (jnp.cumsum(view.open, 1) > 0)
 
 
-def _window(view, attention_block):
-  del attention_block
+def _window(view):
   return (view.step == 0) | view.open
 
 
-def _not_settled(interval, view, attention_block):
-  del attention_block
+def _not_settled(interval, view):
   return (view.step % interval == 0) | view.masked | view.changed
 
 

@@ -101,9 +101,9 @@ def computed_slots(
     is_masked(state.ids, canvas, decoding.vocab),
     canvas.valid & (state.ids != state.stored.ids),
     canvas.positions,
+    decoding.denoiser.attention_block,
   )
-  attention_block = decoding.denoiser.attention_block
-  slots = decoding.cache.computed(view, attention_block)
+  slots = decoding.cache.computed(view)
   if decoding.denoiser.shifted:  # The token of a slot is read one before it.
     slots |= jnp.roll(slots, -1, axis=1).at[:, -1].set(False)
   return slots & canvas.valid

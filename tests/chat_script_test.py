@@ -12,31 +12,20 @@ import time
 import jax
 import pytest
 import script_runner
+import tiny_checkpoint
 import tokenizers
 
 from mdlm_jax import rules, sampling
 from mdlm_jax.canvas import from_prompts
 from mdlm_jax.draws import categorical
-from mdlm_jax.models import directory, transformer
-from mdlm_jax.tokenizer import character_tokenizer
+from mdlm_jax.models import directory
 
 ALPHABET = ' \nabcdefghijklmnopqrstuvwxyz'
 COUNTS = '3 calls, 5 tokens in 2.00 s: 2.5 tokens/s'
 
 
 def save(path, max_length):
-  tokenizer = character_tokenizer(ALPHABET)
-  config = transformer.TransformerConfig(
-    vocab_size=tokenizer.vocab.size,
-    num_layers=1,
-    model_dim=16,
-    num_heads=1,
-    mlp_dim=16,
-    max_length=max_length,
-  )
-  params = transformer.init(config, jax.random.key(0))
-  directory.save(path, config, params, tokenizer.vocab, tokenizer)
-  return path
+  return tiny_checkpoint.write(path, ALPHABET, max_length)
 
 
 @pytest.fixture(scope='module')
@@ -162,7 +151,6 @@ def test_padding_to_a_common_length_changes_nothing(chat, checkpoint):
 
 
 def test_a_template_says_what_is_told_and_what_ends_a_turn(chat, tmp_path):
-  pytest.importorskip('jinja2')
   golden = script_runner.ROOT / 'tests' / 'golden' / 'llada'
   config = json.loads((golden / 'config.json').read_text())
   (tmp_path / 'config.json').write_text(json.dumps(config))

@@ -9,8 +9,6 @@ import tokenizers
 from mdlm_jax.models import chat_template, hub_tokenizer
 from mdlm_jax.vocab import Vocab
 
-pytest.importorskip('jinja2')
-
 # As published with LLaDA 8B Instruct.
 LLADA = (
   '{% set loop_messages = messages %}{% for message in loop_messages %}'

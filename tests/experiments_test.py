@@ -4,13 +4,11 @@ import itertools
 import json
 import sys
 
-import jax
 import pytest
 import script_runner
+import tiny_checkpoint
 
 from mdlm_jax import ngrams, rules, schedules
-from mdlm_jax.models import directory, transformer
-from mdlm_jax.tokenizer import character_tokenizer
 
 REVEAL = 'experiments/parallel_reveal_error.py'
 STEPS = 'experiments/step_count.py'
@@ -94,17 +92,7 @@ def test_step_counts_double_up_to_the_length(step_count):
 def small_model(tmp_path):
   """The directory of an untrained model with its reference text."""
   text = 'the cat sat on the mat and the dog ran '
-  tokenizer = character_tokenizer(text)
-  config = transformer.TransformerConfig(
-    vocab_size=tokenizer.vocab.size,
-    num_layers=1,
-    model_dim=16,
-    num_heads=1,
-    mlp_dim=16,
-    max_length=16,
-  )
-  params = transformer.init(config, jax.random.key(0))
-  directory.save(tmp_path, config, params, tokenizer.vocab, tokenizer)
+  tiny_checkpoint.write(tmp_path, text, 16)
   ngrams.save(ngrams.fit([text * 3], 3), tmp_path / 'ngrams.npz')
   (tmp_path / 'heldout.txt').write_text(text)
   return tmp_path

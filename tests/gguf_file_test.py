@@ -3,6 +3,7 @@
 import json
 import sys
 
+import gguf
 import jax
 import numpy as np
 import pytest
@@ -11,8 +12,6 @@ import tiny_causal
 
 from mdlm_jax.models import causal, gguf_file
 from mdlm_jax.sample_quality import judge
-
-gguf = pytest.importorskip('gguf')
 
 LLAMA = 'LlamaForCausalLM'
 TEXT = 'the dog sat on the cat'

@@ -8,14 +8,12 @@ import golden_data
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 import script_runner
 from absl import flags
 
 from mdlm_jax import model_flags, predict
 from mdlm_jax.models import directory, int8, param_tree
 
-pytest.importorskip('qwix')
 LLADA = golden_data.FOLDER / 'llada'
 
 

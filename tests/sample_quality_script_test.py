@@ -3,17 +3,16 @@
 import json
 import types
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import script_runner
 import tiny_causal
+import tiny_checkpoint
 
 from mdlm_jax import provenance
-from mdlm_jax.models import causal, directory, transformer
+from mdlm_jax.models import causal
 from mdlm_jax.sample_quality import judge
-from mdlm_jax.tokenizer import character_tokenizer
 
 SCRIPT = 'sample_quality.py'
 
@@ -23,17 +22,7 @@ def folders(tmp_path_factory):
   """A sampler with its held-out text, and a judge."""
   sampler, judging = (tmp_path_factory.mktemp(name) for name in 'sj')
   text = 'the cat sat on the mat and the dog ran '
-  tokenizer = character_tokenizer(text)
-  config = transformer.TransformerConfig(
-    vocab_size=tokenizer.vocab.size,
-    num_layers=1,
-    model_dim=16,
-    num_heads=1,
-    mlp_dim=16,
-    max_length=16,
-  )
-  params = transformer.init(config, jax.random.key(0))
-  directory.save(sampler, config, params, tokenizer.vocab, tokenizer)
+  tiny_checkpoint.write(sampler, text, 16)
   (sampler / 'heldout.txt').write_text(text * 3)
   return sampler, tiny_causal.write(judging, 'LlamaForCausalLM')
 

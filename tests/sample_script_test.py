@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 import script_runner
+import tiny_checkpoint
 
 from mdlm_jax import draws, rules, schedules
-from mdlm_jax.models import directory, transformer
+from mdlm_jax.models import directory
 from mdlm_jax.predict import Denoiser
-from mdlm_jax.tokenizer import character_tokenizer
 from mdlm_jax.vocab import Vocab
 
 ALPHABET = ' .abcdefghijklmnopqrstuvwxyzIT{}'
@@ -25,23 +25,8 @@ PROMPT = 'the people {is} '
 @pytest.fixture(scope='module')
 def checkpoint(tmp_path_factory):
   """A work directory with a model of 24 characters."""
-  tokenizer = character_tokenizer(ALPHABET)
-  config = transformer.TransformerConfig(
-    vocab_size=tokenizer.vocab.size,
-    num_layers=1,
-    model_dim=16,
-    num_heads=1,
-    mlp_dim=16,
-    max_length=24,
-  )
   workdir = tmp_path_factory.mktemp('run')
-  directory.save(
-    workdir / 'model',
-    config,
-    transformer.init(config, jax.random.key(0)),
-    tokenizer.vocab,
-    tokenizer,
-  )
+  tiny_checkpoint.write(workdir / 'model', ALPHABET, 24)
   return workdir
 
 

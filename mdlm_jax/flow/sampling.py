@@ -29,6 +29,7 @@ from mdlm_jax.guidance import Guidance
 from mdlm_jax.interning import interned
 from mdlm_jax.predict import Denoiser, predict
 from mdlm_jax.rules.sigmas import mask_levels
+from mdlm_jax.sampling_state import is_masked
 from mdlm_jax.schedules import check_grid
 from mdlm_jax.vocab import Vocab
 
@@ -344,7 +345,7 @@ def _sample(params, keys, canvas, guidance, constraint, *, static, trajectory):
       guidance=guidance,
       constraint=constraint,
     )
-    visible = canvas.valid & ~(is_open & (ids == static.vocab.mask_id))
+    visible = canvas.valid & ~is_masked(ids, canvas, static.vocab)
     context = Context(ids, visible, slots, canvas.segments)
     candidate_ids, _ = static.draw.propose(draw_noise, prediction, context)
     own = jnp.take_along_axis(prediction.logits, ids[..., None], -1)[..., 0]

@@ -176,3 +176,18 @@ def _padded(size, x):
 
 def _first(rows, x):
   return x[:rows]
+
+
+def ends(
+  embedding: str, norm: str, head: str, *, tied: bool
+) -> dict[str, Mapping]:
+  """What lies around the layers; a tied head is the embedding table.
+
+  Args:
+    embedding: key of the table of ids.
+    norm: key of the last norm.
+    head: key of the head.
+    tied: whether the head has no tensor of its own.
+  """
+  own_head = {} if tied else {head: whole('head')}
+  return {embedding: whole('embedding'), norm: whole('norm/scale')} | own_head

@@ -5,6 +5,7 @@ from mdlm_jax.models.families.contract import (
   Fields,
   Layout,
   biases,
+  ends,
   inside,
   matrix,
   numbered,
@@ -51,6 +52,7 @@ def llada(fields: Fields) -> Layout:
     logit_scale=dim**-0.5 if fields.get('scale_logits') else 1.0,
   )
   weight = 'model.transformer.{}.weight'.format
+  embedding, head = weight('wte'), weight('ff_out')
   mappings = {
     'attn_norm.weight': whole('attention_norm/scale'),
     'q_proj.weight': matrix('query'),
@@ -70,16 +72,12 @@ def llada(fields: Fields) -> Layout:
     mappings |= biases('{}_proj.bias')
   return Layout(
     config,
-    {
-      weight('wte'): whole('embedding'),
-      weight('ln_f'): whole('norm/scale'),
-    }
-    | ({} if tied else {weight('ff_out'): whole('head')})
+    ends(embedding, weight('ln_f'), head, tied=tied)
     | inside(
       'blocks',
       numbered('model.transformer.blocks.{}.', mappings, config.num_layers),
     ),
     num_tokens=fields['vocab_size'],
     mask_id=fields['mask_token_id'],
-    copies={weight('ff_out'): weight('wte')} if tied else {},
+    copies={head: embedding} if tied else {},
   )

@@ -13,6 +13,7 @@ from mdlm_jax.models.families.contract import (
   Fields,
   Layout,
   Mapping,
+  ends,
   inside,
   matrix,
   numbered,
@@ -103,11 +104,7 @@ def llada2(fields: Fields) -> Layout:
   embedding, head = 'model.word_embeddings.weight', 'lm_head.weight'
   return Layout(
     config,
-    {
-      embedding: whole('embedding'),
-      'model.norm.weight': whole('norm/scale'),
-    }
-    | ({} if tied else {head: whole('head')})
+    ends(embedding, 'model.norm.weight', head, tied=tied)
     | inside('dense_blocks', numbered(key, layer | mlp, dense))
     | inside(
       'blocks', numbered(key, layer | mixture, layers - dense, first=dense)

@@ -4,6 +4,7 @@ from mdlm_jax.models.config import ExpertsConfig, TransformerConfig
 from mdlm_jax.models.families.contract import (
   Fields,
   Layout,
+  ends,
   inside,
   matrix,
   numbered,
@@ -68,11 +69,7 @@ def llada_moe(fields: Fields) -> Layout:
   embedding, head = 'model.embed_tokens.weight', 'lm_head.weight'
   return Layout(
     config,
-    {
-      embedding: whole('embedding'),
-      'model.norm.weight': whole('norm/scale'),
-    }
-    | ({} if tied else {head: whole('head')})
+    ends(embedding, 'model.norm.weight', head, tied=tied)
     | inside('blocks', numbered('model.layers.{}.', layer, layers)),
     num_tokens=fields['vocab_size'],
     mask_id=released_mask_id(fields),

@@ -9,6 +9,7 @@ from mdlm_jax.models.families.contract import (
   Fields,
   Layout,
   Mapping,
+  ends,
   inside,
   matrix,
   numbered,
@@ -114,11 +115,7 @@ def gguf_llama(
   }
   return Layout(
     config,
-    {
-      'token_embd.weight': whole('embedding'),
-      'output_norm.weight': whole('norm/scale'),
-    }
-    | ({} if tied else {'output.weight': whole('head')})
+    ends('token_embd.weight', 'output_norm.weight', 'output.weight', tied=tied)
     | inside('blocks', numbered('blk.{}.', mappings, layers)),
     num_tokens=vocab_size,
     mask_id=None,

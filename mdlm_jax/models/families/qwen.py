@@ -7,6 +7,7 @@ from mdlm_jax.models.families.contract import (
   Fields,
   Layout,
   biases,
+  ends,
   inside,
   matrix,
   numbered,
@@ -63,11 +64,7 @@ def hub_layers(fields: Fields, **switches: Any) -> Layout:
   embedding, head = 'model.embed_tokens.weight', 'lm_head.weight'
   return Layout(
     config,
-    {
-      embedding: whole('embedding'),
-      'model.norm.weight': whole('norm/scale'),
-    }
-    | ({} if tied else {head: whole('head')})
+    ends(embedding, 'model.norm.weight', head, tied=tied)
     | inside('blocks', numbered('model.layers.{}.', mappings, layers)),
     num_tokens=fields['vocab_size'],
     mask_id=fields.get('mask_token_id'),
