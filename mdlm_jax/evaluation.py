@@ -12,9 +12,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Bool, Float, Int, Key
 
-from mdlm_jax import bound_estimators, data, likelihood, predict, schedules
+from mdlm_jax import bound_estimators, likelihood, predict, schedules
 from mdlm_jax.bound_estimators import Estimator
 from mdlm_jax.checks import check_integer
+from mdlm_jax.data.corpus import Document
+from mdlm_jax.data.windows import rolling_windows
 from mdlm_jax.models.pretrained import Pretrained
 from mdlm_jax.vocab import Vocab
 
@@ -170,7 +172,7 @@ def document_bounds(
 ) -> Bounds:
   """The bound of whole documents, of any length, each scored alone.
 
-  The sum over `data.rolling_windows`, in which every token is scored once,
+  The sum over `rolling_windows`, in which every token is scored once,
   given the tokens before it in its window; so it is a bound of the chain rule
   with a limited memory.
 
@@ -191,10 +193,10 @@ def document_bounds(
     The bounds by document.
 
   Raises:
-    ValueError: as `row_bounds` and `data.rolling_windows`; a token that cannot
+    ValueError: as `row_bounds` and `rolling_windows`; a token that cannot
       be drawn.
   """
-  windows = data.rolling_windows(
+  windows = rolling_windows(
     documents,
     length=length,
     context=context,
@@ -223,7 +225,7 @@ def document_bounds(
 
 def evaluate_documents(
   model: Pretrained,
-  documents: Sequence[data.Document],
+  documents: Sequence[Document],
   *,
   length: int,
   context: int = 0,

@@ -29,7 +29,6 @@ from ml_collections import ConfigDict
 from mdlm_jax import (
   checkpoints,
   command_line,
-  data,
   evaluation,
   ngrams,
   provenance,
@@ -37,6 +36,14 @@ from mdlm_jax import (
   time_draws,
   training,
 )
+from mdlm_jax.data.batches import batches
+from mdlm_jax.data.corpus import (
+  Corpus,
+  corpus_digest,
+  corpus_of,
+  corpus_tokenizer,
+)
+from mdlm_jax.data.windows import Windows, training_windows
 from mdlm_jax.models import directory, transformer
 from mdlm_jax.models.config import DTYPES
 from mdlm_jax.tokenizer import Tokenizer
@@ -66,9 +73,9 @@ class Run(NamedTuple):
     train_key: key of all noise of training.
   """
 
-  corpus: data.Corpus
+  corpus: Corpus
   tokenizer: Tokenizer
-  windows: data.Windows
+  windows: Windows
   model: transformer.TransformerConfig
   optimizer: optax.GradientTransformation
   step: Callable
@@ -109,13 +116,11 @@ def _prepare(config: ConfigDict) -> Run:
     raise ValueError(
       f'saved_dtype={config.saved_dtype!r} must be one of {DTYPES}'
     )
-  corpus = data.corpus_of(config.data.to_dict())
+  corpus = corpus_of(config.data.to_dict())
   if not corpus.validation:
     raise ValueError('the text is too short to hold a part of it out')
-  tokenizer = data.corpus_tokenizer(corpus, config.data.bpe_vocab_size)
-  windows = data.training_windows(
-    corpus.training, tokenizer, config.data.length
-  )
+  tokenizer = corpus_tokenizer(corpus, config.data.bpe_vocab_size)
+  windows = training_windows(corpus.training, tokenizer, config.data.length)
   model = transformer.TransformerConfig(
     vocab_size=tokenizer.vocab.size,
     max_length=config.data.length,
@@ -148,7 +153,7 @@ def run_settings(config: ConfigDict, run: Run) -> dict:
   return {
     'config': json.loads(config.to_json()),
     'tokenizer': run.tokenizer.to_json(),
-    'corpus_sha256': data.corpus_digest(run.corpus),
+    'corpus_sha256': corpus_digest(run.corpus),
     'corpus_entropies_bits_per_character': ngrams.entropies('\n\n'.join(texts)),
     'train_seconds': 0.0,
     'interval': [],
@@ -342,7 +347,7 @@ def train_model(
     ValueError, OSError: `workdir` holds another run.
     FloatingPointError: training diverged.
   """
-  iterator = data.batches(
+  iterator = batches(
     run.windows, batch_size=config.data.batch_size, seed=config.seed
   )
   params = transformer.init(run.model, run.init_key)

@@ -14,7 +14,14 @@ import sys
 
 from absl import flags
 
-from mdlm_jax import command_line, data, evaluation, model_flags, provenance
+from mdlm_jax import command_line, evaluation, model_flags, provenance
+from mdlm_jax.data.corpus import (
+  Document,
+  corpus_digest,
+  corpus_of,
+  in_text8,
+  read_documents,
+)
 
 _MODEL = model_flags.define()
 _FILE = flags.DEFINE_string(
@@ -46,7 +53,7 @@ _SEED = flags.DEFINE_integer('seed', 0, 'Of the noise.', 0, 2**32 - 1)
 _JSON = flags.DEFINE_bool('json', False, 'Print one line of JSON.')
 
 
-def held_out_documents(history: dict, part: str) -> tuple[data.Document, ...]:
+def held_out_documents(history: dict, part: str) -> tuple[Document, ...]:
   """A held-out part of the text of a model's training run."""
   try:
     settings, digest = history['config']['data'], history['corpus_sha256']
@@ -55,23 +62,23 @@ def held_out_documents(history: dict, part: str) -> tuple[data.Document, ...]:
       'the model does not say what it was trained on; use --file'
     ) from None
   try:
-    corpus = data.corpus_of(settings)
+    corpus = corpus_of(settings)
   except FileNotFoundError as error:
     raise FileNotFoundError(
       f'{error}, the text that the model was trained on; name a text by --file'
     ) from None
-  if data.corpus_digest(corpus) != digest:
+  if corpus_digest(corpus) != digest:
     print('note: the text is not the one of the training run', file=sys.stderr)
   if not getattr(corpus, part):
     raise ValueError(f'the training run left no {part} text')
   return getattr(corpus, part)
 
 
-def named_documents(history: dict, files: str) -> tuple[data.Document, ...]:
+def named_documents(history: dict, files: str) -> tuple[Document, ...]:
   """Text files, in the symbols that the model was trained on."""
-  documents = data.read_documents(files)
+  documents = read_documents(files)
   settings = history.get('config', {}).get('data', {})
-  return data.in_text8(documents) if settings.get('text8') else documents
+  return in_text8(documents) if settings.get('text8') else documents
 
 
 def main(_) -> None:

@@ -24,12 +24,12 @@ from absl import flags
 from mdlm_jax import (
   canvas,
   command_line,
-  data,
   decoding_flags,
   named_rules,
   provenance,
   sampling,
 )
+from mdlm_jax.data.corpus import read_documents
 from mdlm_jax.models import causal, directory
 from mdlm_jax.models.config import DTYPES
 from mdlm_jax.sample_quality import judge, measures, reference, samples
@@ -179,7 +179,7 @@ def read_texts(files: str) -> tuple[list[str], dict[str, Any] | None]:
     ValueError: a line that is no JSON object with a text.
   """
   if not files.endswith('.jsonl'):
-    return [document.text for document in data.read_documents(files)], None
+    return [document.text for document in read_documents(files)], None
   records = []
   with open(files, encoding='utf-8') as lines:
     for number, line in enumerate(lines, 1):

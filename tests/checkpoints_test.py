@@ -4,7 +4,9 @@ import numpy as np
 import optax
 import pytest
 
-from mdlm_jax import checkpoints, data, training
+from mdlm_jax import checkpoints, training
+from mdlm_jax.data.batches import batches
+from mdlm_jax.data.windows import every_window
 
 SETTINGS = {'config': {'steps': 3, 'nested': {'a': 1.5}}, 'tokenizer': 'é' * 9}
 
@@ -18,8 +20,8 @@ def make_state(num_layers=3, width=4, fill=1.0):
 
 
 def make_iterator():
-  windows = data.every_window([np.arange(66)], length=3, pad_id=99)
-  return data.batches(windows, batch_size=8, seed=0)
+  windows = every_window([np.arange(66)], length=3, pad_id=99)
+  return batches(windows, batch_size=8, seed=0)
 
 
 def save(directory, state, iterator=None, keep=2):

@@ -14,7 +14,9 @@ import safetensors
 import safetensors.numpy
 import script_runner
 
-from mdlm_jax import checkpoints, data, predict, training
+from mdlm_jax import checkpoints, predict, training
+from mdlm_jax.data.batches import batches
+from mdlm_jax.data.windows import every_window
 from mdlm_jax.models import (
   conversion,
   directory,
@@ -204,8 +206,8 @@ def run(tmp_path):
   # After one step the sum is (1 - decay) times the average.
   ema = jax.tree.map(lambda x: jnp.full_like(x, 2 * 0.25), params)
   state = state._replace(step=jnp.int32(1), ema=ema)
-  windows = data.every_window([np.arange(66)], length=3, pad_id=99)
-  iterator = data.batches(windows, batch_size=8, seed=0)
+  windows = every_window([np.arange(66)], length=3, pad_id=99)
+  iterator = batches(windows, batch_size=8, seed=0)
   with checkpoints.open_directory(tmp_path / 'run' / 'checkpoints') as store:
     checkpoints.save(store, state, iterator, {'config': {'ema_decay': 0.75}})
   directory.save(

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import script_runner
 
-from mdlm_jax import bound_estimators, data, evaluation, predict, schedules
+from mdlm_jax import bound_estimators, evaluation, predict, schedules
+from mdlm_jax.data.corpus import Document
 from mdlm_jax.models.pretrained import Pretrained
 from mdlm_jax.models.transformer import TransformerConfig
 from mdlm_jax.tokenizer import character_tokenizer
@@ -194,7 +195,7 @@ def test_what_cannot_be_is_refused(make, message):
 
 
 def test_the_report_has_the_whole_and_its_documents():
-  texts = [data.Document('1', 'abcdefgabc'), data.Document('2', 'ba')]
+  texts = [Document('1', 'abcdefgabc'), Document('2', 'ba')]
   report = evaluation.evaluate_documents(MODEL, texts, length=4)
   assert report['num_tokens'] == report['num_characters'] == 12
   sizes = [part['num_tokens'] for part in report['documents']]

@@ -5,7 +5,8 @@ import json
 import jax
 import numpy as np
 
-from mdlm_jax import data, evaluation, ngrams
+from mdlm_jax import evaluation, ngrams
+from mdlm_jax.data.corpus import Document
 from mdlm_jax.models import directory
 
 MODEL = directory.load(directory.find())
@@ -24,7 +25,7 @@ def test_it_has_the_recorded_bound_on_held_out_text():
   text = (directory.find() / 'heldout.txt').read_text('utf-8')[:10_000]
   report = evaluation.evaluate_documents(
     MODEL,
-    [data.Document('heldout', text)],
+    [Document('heldout', text)],
     length=MODEL.config.max_length,
     batch_size=32,
   )

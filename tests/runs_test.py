@@ -19,7 +19,11 @@ import pytest
 import script_runner
 from ml_collections import ConfigDict
 
-from mdlm_jax import checkpoints, data, ngrams, runs, training
+from mdlm_jax import checkpoints, ngrams, runs, training
+from mdlm_jax.data.batches import batches
+from mdlm_jax.data.corpus import (
+  read_corpus,
+)
 from mdlm_jax.models import directory, transformer
 
 ROOT = script_runner.ROOT
@@ -91,7 +95,7 @@ def test_run_leaves_everything(finished):
 
 def test_report_of_the_run(finished, text_file):
   report = json.loads((finished / 'evaluation.json').read_text())
-  held_out = data.read_corpus(str(text_file)).validation[0].text
+  held_out = read_corpus(str(text_file)).validation[0].text
   assert report['num_characters'] == report['num_tokens'] == len(held_out)
   np.testing.assert_allclose(
     report['bits_per_character'], report['nats_per_token'] / math.log(2)
@@ -145,7 +149,7 @@ def test_a_run_is_not_touched_where_it_may_not_be_resumed(finished, text_file):
 
 def state_of(workdir, text_file):
   run = runs.prepare(tiny_config(text_file))
-  iterator = data.batches(run.windows, batch_size=16, seed=0)
+  iterator = batches(run.windows, batch_size=16, seed=0)
   fresh = training.init_state(
     transformer.init(run.model, run.init_key), run.optimizer
   )
@@ -285,11 +289,12 @@ def test_library_works_without_the_optional_packages():
       '  "grain", "ml_collections", "tensorboardX", "matplotlib", "gguf"\n'
       '):\n'
       '  sys.modules[name] = None\n'
-      'from mdlm_jax import data, evaluation, tokenizer, training\n'
+      'from mdlm_jax import evaluation, tokenizer, training\n'
+      'from mdlm_jax.data import batches, corpus, windows\n'
       'from mdlm_jax.sample_quality import judge\n'
       'from mdlm_jax.models import directory, transformer\n'
-      'data.training_windows(data.default_documents(),\n'
-      '  data.corpus_tokenizer(data.read_corpus()), 8)\n'
+      'windows.training_windows(corpus.default_documents(),\n'
+      '  corpus.corpus_tokenizer(corpus.read_corpus()), 8)\n'
       'sys.argv = ["train.py"]\n'
       'import runpy\n'
       f'runpy.run_path({str(ROOT / "scripts" / "train.py")!r})\n',

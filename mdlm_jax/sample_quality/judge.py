@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from mdlm_jax import data
 from mdlm_jax.checks import check_integer
+from mdlm_jax.data.windows import rolling_windows
 from mdlm_jax.models.causal import CausalModel
 
 _SHORTEST = 16  # Tokens to which texts are filled up: few shapes.
@@ -98,7 +98,7 @@ def negative_log_likelihood(
 def _batches(documents, length, batch_size):
   """Windows of one length: their texts, and filled up to whole batches."""
   indices, sequences = zip(*documents, strict=True)
-  windows = data.rolling_windows(
+  windows = rolling_windows(
     sequences, length=length, context=length // 2, pad_id=0
   )
   # The first token of a window has nothing before it.

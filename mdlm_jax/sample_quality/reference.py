@@ -8,7 +8,8 @@ come from the corpus that its training.json names.
 import pathlib
 from typing import NamedTuple
 
-from mdlm_jax import data, ngrams
+from mdlm_jax import ngrams
+from mdlm_jax.data.corpus import Corpus, corpus_of
 from mdlm_jax.models import directory
 
 ORDER = 3
@@ -54,7 +55,7 @@ def write(path: pathlib.Path, output: pathlib.Path) -> None:
   (output / _HELD_OUT).write_text('\n\n'.join(beginnings), 'utf-8')
 
 
-def read_corpus(path: pathlib.Path) -> data.Corpus:
+def read_corpus(path: pathlib.Path) -> Corpus:
   """The corpus that the model in a directory was trained on."""
   try:
     settings = directory.read_history(path)['config']['data']
@@ -62,9 +63,9 @@ def read_corpus(path: pathlib.Path) -> data.Corpus:
     raise ValueError(
       f'{path} does not say what its model was trained on'
     ) from None
-  return data.corpus_of(settings)
+  return corpus_of(settings)
 
 
-def fit(corpus: data.Corpus) -> ngrams.NgramModel:
+def fit(corpus: Corpus) -> ngrams.NgramModel:
   """The order-3 model of the training text."""
   return ngrams.fit([document.text for document in corpus.training], ORDER)

@@ -24,7 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from mdlm_jax import block_diffusion, command_line, data, provenance
+from mdlm_jax import block_diffusion, command_line, provenance
+from mdlm_jax.data.corpus import corpus_of
+from mdlm_jax.data.windows import rolling_windows
 from mdlm_jax.models import directory
 
 with command_line.extra('train'):
@@ -75,10 +77,10 @@ def trained(config: ConfigDict, workdir: pathlib.Path) -> dict | None:
 def variances(config: ConfigDict, workdir: pathlib.Path, block: int) -> dict:
   """The range of least variance, and its variance over that of all levels."""
   model = directory.load(workdir / 'model')
-  windows = data.rolling_windows(
+  windows = rolling_windows(
     [
       np.asarray(model.tokenizer.encode(document.text))
-      for document in data.corpus_of(config.data.to_dict()).validation
+      for document in corpus_of(config.data.to_dict()).validation
     ],
     length=config.data.length,
     pad_id=model.vocab.pad_id,

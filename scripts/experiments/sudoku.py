@@ -51,7 +51,6 @@ from mdlm_jax import (
   blocks,
   canvas,
   command_line,
-  data,
   draws,
   provenance,
   rules,
@@ -60,6 +59,8 @@ from mdlm_jax import (
   time_draws,
   training,
 )
+from mdlm_jax.data.corpus import Corpus
+from mdlm_jax.data.windows import Windows
 from mdlm_jax.models import directory, transformer
 from mdlm_jax.rules import sigmas
 from mdlm_jax.tokenizer import Tokenizer, character_tokenizer
@@ -322,7 +323,7 @@ def prepare(config: ConfigDict) -> runs.Run:
     seed=config.seed,
   )
   ids = encode(grids, tokenizer)
-  windows = data.Windows(
+  windows = Windows(
     ids.ravel(),
     np.ones(ids.size, bool),
     size**2 * np.arange(len(ids)),
@@ -343,7 +344,7 @@ def prepare(config: ConfigDict) -> runs.Run:
     weight_power=config.loss.weight_power,
   )
   keys = jax.random.split(jax.random.key(config.seed))
-  no_text = data.Corpus((), ())
+  no_text = Corpus((), ())
   return runs.Run(no_text, tokenizer, windows, model, optimizer, step, *keys)
 
 
