@@ -245,8 +245,10 @@ def corrupted_log_probs(
   schedule: Schedule,
   row_ids: Int[Array, 'B'],
   given: Bool[Array, 'B L'] | None = None,
+  positions: Int[Array, 'B L'] | None = None,
+  segments: Int[Array, 'B L'] | None = None,
 ) -> tuple[Float[Array, 'B L'], Bool[Array, 'B L']]:
-  """Corrupts rows that begin at position 0 and asks the network for them.
+  """Corrupts rows and asks the network for them.
 
   The losses take what it returns.
 
@@ -261,6 +263,8 @@ def corrupted_log_probs(
     schedule: the masking schedule.
     row_ids: ids of the rows for the noise. Shape `[B]`.
     given: tokens that are never masked, such as BOS. Shape `[B, L]`.
+    positions: logical positions; None: 0, 1, ... from the left. Shape `[B, L]`.
+    segments: document of each slot when several are packed in a row.
 
   Returns:
     `target_log_probs` and the masked positions, `[B, L]` each.
@@ -273,10 +277,20 @@ def corrupted_log_probs(
     mask_id=vocab.mask_id,
     schedule=schedule,
     row_ids=row_ids,
+    positions=positions,
+    segments=segments,
     protected=given,
   )
   log_probs = target_log_probs(
-    denoiser, params, vocab, corrupted_ids, clean_ids, t=t, valid=valid
+    denoiser,
+    params,
+    vocab,
+    corrupted_ids,
+    clean_ids,
+    t=t,
+    valid=valid,
+    positions=positions,
+    segments=segments,
   )
   return log_probs, masked
 

@@ -31,6 +31,7 @@ from mdlm_jax import (
   command_line,
   evaluation,
   ngrams,
+  optimizers,
   provenance,
   schedules,
   time_draws,
@@ -129,7 +130,7 @@ def _prepare(config: ConfigDict) -> Run:
   if model.time_conditioning and model.attention_block is not None:
     # One pass tells the clean blocks level 0, a sampler all of them one level.
     raise ValueError('attention_block cannot be used with time_conditioning')
-  optimizer = training.make_optimizer(steps=config.steps, **config.optimizer)
+  optimizer = optimizers.make_optimizer(steps=config.steps, **config.optimizer)
   step = training.train_step(
     transformer.denoiser(model),
     optimizer,

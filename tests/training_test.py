@@ -8,7 +8,14 @@ import numpy as np
 import optax
 import pytest
 
-from mdlm_jax import predict, schedules, time_draws, training
+from mdlm_jax import (
+  losses,
+  optimizers,
+  predict,
+  schedules,
+  time_draws,
+  training,
+)
 from mdlm_jax.models import transformer
 from mdlm_jax.vocab import Vocab
 
@@ -66,7 +73,7 @@ def make_optimizer(**changes):
     'weight_decay': 0.1,
     'clip_norm': 1.0,
   }
-  return training.make_optimizer(**options | changes)
+  return optimizers.make_optimizer(**options | changes)
 
 
 @functools.cache
@@ -480,22 +487,100 @@ def test_bfloat16_computes_and_keeps_float32_parameters():
   )
 
 
-def test_divergence_names_the_step():
-  def head(params, hidden):
-    return hidden * params['w'] * jnp.inf
+def poisoned(value):
+  """A network whose gradient is the value where a row begins with id 2."""
 
-  denoiser = predict.Denoiser(
+  def head(params, hidden):
+    factor = jnp.where(hidden[:, :1, 2:3] > 0, value, 1.0)
+    return hidden * params['w'] * factor
+
+  return predict.Denoiser(
     lambda params, cache, ids, **_: (jax.nn.one_hot(ids, 9), ()), head
   )
+
+
+@pytest.mark.parametrize('value', [jnp.nan, jnp.inf])
+@pytest.mark.parametrize('accumulation', [1, 2])
+def test_a_gradient_that_is_not_finite_updates_nothing(value, accumulation):
   optimizer = make_optimizer()
-  step = training.train_step(denoiser, optimizer, vocab=VOCAB, ema_decay=0.9)
+  step = make_step(
+    poisoned(value), optimizer, 0.9, accumulation=accumulation, t_max=0.5
+  )
   state = training.init_state({'w': jnp.ones((1, 9))}, optimizer)
-  _, metrics = step(state, make_batch(), KEY)
-  with pytest.raises(FloatingPointError, match='at step 12: loss nan'):
-    training.check_finite(metrics, 12)
+  good, bad = make_batch(), make_batch()
+  good['ids'][:, 0] = 3
+  # Only one row of one part; MASK would hide the id, so many rows have it.
+  bad['ids'][:, 0] = np.where(np.arange(256) % 2, 2, 3)
+  state, metrics = step(state, good, KEY)
+  assert metrics.skipped.mean == 0
+  before = jax.tree.map(np.array, state)
+  state, metrics = step(state, bad, KEY)
+  assert (state.step, state.skipped) == (2, 1)
+  assert metrics.skipped == (1, 1)
+  assert metrics.loss == metrics.bound == metrics.gradient_norm == (0, 0)
+  assert_trees_equal((state.params, state.ema, state.opt_state), before[1:4])
+  # The optimizer is not poisoned: the next gradient moves the parameters.
+  state, metrics = step(state, good, KEY)
+  assert metrics.skipped.mean == 0
+  assert np.isfinite(state.params['w']).all()
+  assert (state.params['w'] != before.params['w']).any()
+  # The average is over two updates.
+  np.testing.assert_allclose(
+    training.averaged_params(state, 0.9)['w'],
+    (0.9 * before.params['w'] + state.params['w']) / 1.9,
+    rtol=1e-6,
+  )
 
 
-def test_finite_metrics_pass():
+@pytest.mark.parametrize('loss', [losses.continuous_bound, losses.answer_loss])
+@pytest.mark.parametrize('accumulation', [2, 8])
+def test_accumulated_parts_have_the_gradient_of_the_whole(loss, accumulation):
+  # Parts hold different numbers of tokens, and some rows nothing at all.
+  batch = make_batch(16, 8)
+  lengths = np.random.default_rng(1).integers(0, 9, 16)
+  batch['valid'] = np.arange(8) < lengths[:, None]
+  batch['given'] = batch['valid'] & (np.arange(8) < 2)
+  outcomes = []
+  for parts in (1, accumulation):
+    step, state = make_run(optimizer=SGD, loss=loss, accumulation=parts)
+    state, metrics = step(state, batch, KEY)
+    outcomes.append((state.params, metrics))
+  jax.tree.map(
+    functools.partial(np.testing.assert_allclose, rtol=2e-6, atol=1e-6),
+    *outcomes,
+  )
+  (_, metrics), _ = outcomes
+  answers = np.maximum(lengths - 2, 0)
+  assert metrics.bound.count == answers.sum()
+  is_bound = loss is losses.continuous_bound
+  assert metrics.loss.count == (answers if is_bound else answers > 0).sum()
+
+
+def test_parts_must_divide_the_rows():
+  step, state = make_run(accumulation=3)
+  with pytest.raises(ValueError, match='accumulation=3 must divide the 256'):
+    step(state, make_batch(), KEY)
+
+
+def test_only_what_is_not_frozen_is_trained():
+  step, state = make_run(join=lambda frozen, params: frozen | params)
+  params = dict(state.params)
+  frozen = {'head': params.pop('head')}
+  state = training.init_state(params, make_optimizer())
+  before = jax.tree.map(np.array, (frozen, params))
+  state, metrics = step(state, make_batch(), KEY, frozen)
+  assert set(state.params) == {'embedding'}
+  assert (state.params['embedding'] != before[1]['embedding']).any()
+  assert_trees_equal(frozen, before[0])
+  # The same loss as with all of them.
   step, state = make_run()
-  _, metrics = step(state, make_batch(), KEY)
-  training.check_finite(metrics, 1)
+  assert step(state, make_batch(), KEY)[1].loss == metrics.loss
+
+
+def test_packed_documents_are_not_trained_by_blocks():
+  config = dataclasses.replace(CONFIG, attention_block=2)
+  step, state = make_run(TRANSFORMER)
+  step = make_step(transformer.denoiser(config), make_optimizer(), 0.9)
+  packed = make_batch() | {'segments': np.zeros((256, 8), np.int32)}
+  with pytest.raises(ValueError, match='attention_block=2 cannot be trained'):
+    step(state, packed, KEY)

@@ -52,6 +52,7 @@ from mdlm_jax import (
   canvas,
   command_line,
   draws,
+  optimizers,
   provenance,
   rules,
   sampling,
@@ -332,7 +333,7 @@ def prepare(config: ConfigDict) -> runs.Run:
   model = transformer.TransformerConfig(
     vocab_size=tokenizer.vocab.size, max_length=size**2, **config.model
   )
-  optimizer = training.make_optimizer(steps=config.steps, **config.optimizer)
+  optimizer = optimizers.make_optimizer(steps=config.steps, **config.optimizer)
   step = training.train_step(
     transformer.denoiser(model),
     optimizer,
