@@ -39,11 +39,22 @@ def read_documents(files: str) -> tuple[Document, ...]:
   """Reads UTF-8 text files, one document each, sorted by path.
 
   Args:
+    files: see `paths_of`.
+
+  Raises:
+    FileNotFoundError, ValueError: see `paths_of` and `read_document`.
+  """
+  return tuple(read_document(path) for path in paths_of(files))
+
+
+def paths_of(files: str) -> list[str]:
+  """The files that a user names, sorted.
+
+  Args:
     files: paths or glob patterns, separated by commas.
 
   Raises:
     FileNotFoundError: a path or pattern that matches nothing.
-    ValueError: an empty file, or one that is not UTF-8 text.
   """
   paths = set()
   for pattern in filter(None, (p.strip() for p in files.split(','))):
@@ -54,10 +65,16 @@ def read_documents(files: str) -> tuple[Document, ...]:
     paths.update(matches)
   if not paths:
     raise FileNotFoundError(f'no file is named in {files!r}')
-  return tuple(_read_document(path) for path in sorted(paths))
+  return sorted(paths)
 
 
-def _read_document(path: str) -> Document:
+def read_document(path: str) -> Document:
+  """Reads a UTF-8 text file.
+
+  Raises:
+    OSError: it cannot be read.
+    ValueError: it is empty, or not UTF-8 text.
+  """
   content = pathlib.Path(path).read_bytes()
   try:
     text = content.decode('utf-8')
