@@ -155,15 +155,7 @@ def load(
       quantize=quantize,
     )
   config, vocab, schedule = _read_config(content, directory / _CONFIG)
-  if mask_id not in (None, vocab.mask_id):
-    raise ValueError(f'{mask_id=}, but the directory says {vocab.mask_id}')
-  if content.get(_OF_HUB, False):
-    files = hub_tokenizer.read_files(directory)
-    if files.backend is None:
-      raise FileNotFoundError(f'no such file: {directory / _TOKENIZER}')
-    tokenizer = hub_tokenizer.HubTokenizer(files.backend, vocab)
-  else:
-    tokenizer = Tokenizer.load(directory / _TOKENIZER)
+  tokenizer = load_tokenizer(directory, mask_id=mask_id)
   _check_roles(config, vocab, tokenizer)
   if dtype is not None:
     config = dataclasses.replace(config, dtype=dtype)
@@ -178,6 +170,33 @@ def load(
     schedules.named_schedule(schedule),
     read_history(directory),
   )
+
+
+def load_tokenizer(
+  directory: Path, *, mask_id: int | None = None
+) -> Tokenizer | hub_tokenizer.HubTokenizer | hub_tokenizer.NoTokenizer:
+  """The tokenizer of a model; its `vocab` has the roles of the ids.
+
+  Args:
+    directory: what `find` found; weights need not be there.
+    mask_id: see `load`.
+
+  Raises:
+    OSError, ValueError: as of `load`, but for weights.
+  """
+  directory = pathlib.Path(directory)
+  content = json_files.read(directory / _CONFIG)
+  if 'architecture' not in content:
+    return published.load_tokenizer(directory, mask_id=mask_id)
+  _, vocab, _ = _read_config(content, directory / _CONFIG)
+  if mask_id not in (None, vocab.mask_id):
+    raise ValueError(f'{mask_id=}, but the directory says {vocab.mask_id}')
+  if not content.get(_OF_HUB, False):
+    return Tokenizer.load(directory / _TOKENIZER)
+  files = hub_tokenizer.read_files(directory)
+  if files.backend is None:
+    raise FileNotFoundError(f'no such file: {directory / _TOKENIZER}')
+  return hub_tokenizer.HubTokenizer(files.backend, vocab)
 
 
 def read_history(directory: Path) -> dict:

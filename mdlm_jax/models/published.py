@@ -69,15 +69,8 @@ def load(
   if dtype not in (None, *DTYPES):
     raise ValueError(f'{dtype=} must be None or one of {", ".join(DTYPES)}')
   directory = pathlib.Path(directory)
-  content = json_files.read(directory / 'config.json')
-  generation = json_files.read_if_any(directory / 'generation_config.json')
-  files = hub_tokenizer.read_files(directory)
-  layout = families.layout(content)
-  vocab = _vocab(layout, (content, generation), files, mask_id)
-  if files.backend is None:
-    tokenizer = hub_tokenizer.NoTokenizer(directory, vocab)
-  else:
-    tokenizer = hub_tokenizer.HubTokenizer(files.backend, vocab)
+  layout = families.layout(json_files.read(directory / 'config.json'))
+  tokenizer = load_tokenizer(directory, mask_id=mask_id)
   entries = shards.entries(directory)
   if dtype is None:
     dtype = shards.dtype_of(
@@ -88,11 +81,35 @@ def load(
     config,
     transformer.denoiser(config),
     load_params(layout, entries, dtype, sharding=sharding, quantize=quantize),
-    vocab,
+    tokenizer.vocab,
     tokenizer,
     layout.schedule,
     {},
   )
+
+
+def load_tokenizer(
+  directory: str | os.PathLike, *, mask_id: int | None = None
+) -> hub_tokenizer.HubTokenizer | hub_tokenizer.NoTokenizer:
+  """The tokenizer of a published model, with the roles of its ids.
+
+  Args:
+    directory: as it was downloaded; weights need not be there.
+    mask_id: see `load`.
+
+  Raises:
+    OSError: a file is missing or cannot be read.
+    ValueError: as of `load`, but for tensors.
+  """
+  directory = pathlib.Path(directory)
+  content = json_files.read(directory / 'config.json')
+  generation = json_files.read_if_any(directory / 'generation_config.json')
+  files = hub_tokenizer.read_files(directory)
+  layout = families.layout(content)
+  vocab = _vocab(layout, (content, generation), files, mask_id)
+  if files.backend is None:
+    return hub_tokenizer.NoTokenizer(directory, vocab)
+  return hub_tokenizer.HubTokenizer(files.backend, vocab)
 
 
 def load_params(
