@@ -14,10 +14,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from mdlm_jax import schedules
+from mdlm_jax import adapters, schedules
 from mdlm_jax.models.attention import rotate
 from mdlm_jax.models.config import TransformerConfig
 from mdlm_jax.models.experts import Experts
+from mdlm_jax.models.placement import ROWS, TENSOR, constrain
 
 _NUM_WAVES = 128
 # Spread of a fresh network's logits: small, so that it starts near the uniform
@@ -26,6 +27,10 @@ _LOGIT_STD = 0.25
 # The gradient of a gather is a serial scatter on CPU; for a small table the
 # product with one-hot rows takes less time.
 _MOST_ONE_HOT_ROWS = 512
+# A linear layer whose matrix may have an adapter.
+_Linear = functools.partial(
+  nnx.Linear, dot_general=adapters.dot_general, promote_dtype=adapters.cast
+)
 
 
 def waves(levels: Float[Array, '*S']) -> Float[Array, '*S F']:
@@ -111,23 +116,28 @@ class Block(nnx.Module):
       conditioning
     )
     branch = modulate(self.attention_norm(x), shift, scale)
-    q, k, v = self._project(branch, cos, sin)
+    q, k, v = self._project(constrain(branch, ROWS, None, None), cos, sin)
     mixed, stored = attend(q, k, v, stored)
-    x += gate * self.attention_out(mixed.reshape(*x.shape[:2], -1))
+    mixed = constrain(mixed, ROWS, None, TENSOR, None)
+    mixed = self.attention_out(mixed.reshape(*x.shape[:2], -1))
+    x += gate * constrain(mixed, ROWS, TENSOR, None)
     branch = modulate(self.mlp_norm(x), mlp_shift, mlp_scale)
-    return x + mlp_gate * self._mlp(branch, layer), stored
+    mixed = self._mlp(constrain(branch, ROWS, None, None), layer)
+    return x + mlp_gate * constrain(mixed, ROWS, TENSOR, None), stored
 
   def _modulation(self, conditioning):
     """Shift, scale and gate of both branches, each [B, 1 or W, d]."""
     if conditioning is None:
       return 0, 0, 1, 0, 0, 1
-    return jnp.split(self.modulation(conditioning), 6, axis=-1)
+    modulation = constrain(self.modulation(conditioning), ROWS, TENSOR, None)
+    return jnp.split(modulation, 6, axis=-1)
 
   def _project(self, x, cos, sin):
     """Queries, keys and values by head, the first two rotated."""
 
     def heads(projected):
-      return projected.reshape(*x.shape[:2], -1, self.config.head_dim)
+      by_head = projected.reshape(*x.shape[:2], -1, self.config.head_dim)
+      return constrain(by_head, ROWS, None, TENSOR, None)
 
     q, k, v = self.query(x), self.key(x), self.value(x)
     if self.config.qk_norm == 'projection':
@@ -141,8 +151,10 @@ class Block(nnx.Module):
     if self.config.experts is not None:
       return self.experts(x, layer)
     if self.config.mlp == 'gelu':
-      return self.mlp_out(jax.nn.gelu(self.up(x), approximate=True))
-    return self.mlp_out(jax.nn.silu(self.gate(x)) * self.up(x))
+      hidden = jax.nn.gelu(self.up(x), approximate=True)
+    else:
+      hidden = jax.nn.silu(self.gate(x)) * self.up(x)
+    return self.mlp_out(constrain(hidden, ROWS, None, TENSOR))
 
 
 class Outer(nnx.Module):
@@ -174,7 +186,8 @@ class Outer(nnx.Module):
       rows = jnp.matmul(one_hot, table, precision='highest')
     else:
       rows = table[ids]
-    return (rows * embedding_scale(self.config)).astype(self.config.dtype)
+    stream = (rows * embedding_scale(self.config)).astype(self.config.dtype)
+    return constrain(stream, ROWS, TENSOR, None)
 
   def embed_time(self, t):
     """What modulates norms and branches, `[B, W]` to `[B, W, c]`, or None.
@@ -204,6 +217,7 @@ class Outer(nnx.Module):
       table[...].astype(hidden.dtype),
       preferred_element_type=jnp.float32,
     )
+    logits = constrain(logits, ROWS, None, TENSOR)
     if self.config.logit_scale != 1:  # One pass over the logits less.
       logits *= self.config.logit_scale
     if self.config.head_bias:
@@ -230,7 +244,7 @@ def _modulator(config, rngs, values):
     del key
     return jnp.repeat(jnp.asarray(values, dtype), shape[0] // len(values))
 
-  return nnx.Linear(
+  return _Linear(
     config.modulation_width,
     len(values) * config.model_dim,
     kernel_init=nnx.initializers.zeros,
@@ -243,7 +257,7 @@ def _modulator(config, rngs, values):
 def _linear(config, rngs, in_dim, out_dim, *, scale=1.0, bias=False):
   """Outputs of variance `scale` for inputs of unit variance."""
   std = (scale / in_dim) ** 0.5
-  return nnx.Linear(
+  return _Linear(
     in_dim,
     out_dim,
     use_bias=bias,
