@@ -3,7 +3,6 @@
 import json
 
 import golden_data
-import jax
 import pytest
 import script_runner
 
@@ -16,8 +15,7 @@ CONFIG = families.layout(
 MATRICES = 2 * (4 * 48 * 48 + 3 * 48 * 112)
 REST = 2 * 128 * 48 + 5 * 48
 OUTPUTS = 2 * (4 * 48 + 2 * 112 + 48)
-MESH = jax.make_mesh((1,), ('x',), axis_types=(jax.sharding.AxisType.Auto,))
-SHARDING = placement.tensor_parallel(MESH, 'x')
+SHARDING = placement.sharding(placement.mesh(1, 1, 1))
 
 
 @pytest.fixture(scope='module')

@@ -594,8 +594,8 @@ sys.path.insert(0, {str(script_runner.ROOT / 'tests')!r})
 import golden_data, jax, jax.numpy as jnp, numpy as np
 from mdlm_jax import predict
 from mdlm_jax.models import directory, param_tree, placement
-mesh = jax.make_mesh((8,), ('x',), axis_types=(jax.sharding.AxisType.Auto,))
-sharding = placement.tensor_parallel(mesh, 'x')
+mesh = placement.mesh(1, 2, 4)
+sharding = placement.sharding(mesh)
 whole = directory.load({str(LLADA)!r})
 split = directory.load({str(LLADA)!r}, sharding=sharding)
 leaves = param_tree.flat(split.params)
@@ -607,12 +607,13 @@ for key, leaf in leaves.items():
 jax.tree.map(np.testing.assert_array_equal, split.params, whole.params)
 golden = golden_data.load('llada/generate')['logits_2']
 ids = jnp.asarray(golden['input_ids'])
-found, _ = jax.jit(predict.network_logits, static_argnames='denoiser')(
-  split.denoiser, split.params, None, ids, at=None, step=0,
-  t=jnp.ones(len(ids)), valid=jnp.ones(ids.shape, bool),
-  positions=jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape),
-  segments=None,
-)
+with jax.set_mesh(mesh):
+  found, _ = jax.jit(predict.network_logits, static_argnames='denoiser')(
+    split.denoiser, split.params, None, ids, at=None, step=0,
+    t=jnp.ones(len(ids)), valid=jnp.ones(ids.shape, bool),
+    positions=jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape),
+    segments=None,
+  )
 assert len(found.devices()) == 8
 np.testing.assert_allclose(found, golden['logits'], atol=1e-4)
 """

@@ -33,6 +33,15 @@ from mdlm_jax.models.layers import Block, Outer
 from mdlm_jax.models.paired import attend_paired
 
 Params = dict
+# What the gradient keeps of each block; the rest it computes again.
+REMAT = {
+  # Matrix products. To make the cheap rest again takes less time than to stack
+  # it over the layers.
+  'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+  'all': jax.checkpoint_policies.everything_saveable,
+  # But the stream before it.
+  'none': jax.checkpoint_policies.nothing_saveable,
+}
 
 
 def init(config: TransformerConfig, key: Key[Array, '']) -> Params:
@@ -65,7 +74,9 @@ def init(config: TransformerConfig, key: Key[Array, '']) -> Params:
 
 
 @interned
-def denoiser(config: TransformerConfig) -> predict.Denoiser:
+def denoiser(
+  config: TransformerConfig, *, remat: str = 'dots'
+) -> predict.Denoiser:
   """The network of `config` as a `Denoiser`; equal configs give equal ones.
 
   Its cache holds the keys and values of every slot at every layer, exact for a
@@ -78,16 +89,26 @@ def denoiser(config: TransformerConfig) -> predict.Denoiser:
   and AssertionError for shapes that disagree. A network that attends by blocks
   takes any length: a block then sees the blocks of so many positions that end
   with itself.
+
+  Args:
+    config: shape of the network.
+    remat: what a gradient keeps of each block to take less time, of `REMAT`;
+      nothing else depends on it.
+
+  Raises:
+    ValueError: `REMAT` does not have the name.
   """
+  if remat not in REMAT:
+    raise ValueError(f'{remat=} must be one of {", ".join(REMAT)}')
   return predict.Denoiser(
-    functools.partial(_features, config),
+    functools.partial(_features, config, remat),
     functools.partial(_head, config),
     time_free=not config.time_conditioning,
     shifted=config.shifted,
     attention_block=config.attention_block,
     paired=None
     if config.attention_block is None
-    else functools.partial(_paired, config),
+    else functools.partial(_paired, config, remat),
   )
 
 
@@ -122,7 +143,7 @@ def _stacks(config: TransformerConfig) -> tuple[_Stack, ...]:
 
 
 def _features(
-  config, params, cache, ids, *, at, step, t, valid, positions, segments
+  config, remat, params, cache, ids, *, at, step, t, valid, positions, segments
 ):
   del step
   reach = None
@@ -149,7 +170,14 @@ def _features(
   outer = _outer(config, params)
   conditioning = outer.embed_time(t)
   hidden, cache = _run(
-    config, params, outer.embed(ids), cache, conditioning, positions, attend
+    config,
+    remat,
+    params,
+    outer.embed(ids),
+    cache,
+    conditioning,
+    positions,
+    attend,
   )
   if computed is None and at is not None:
     hidden = slots_of(hidden, at)
@@ -159,7 +187,7 @@ def _features(
 
 
 def _paired(
-  config, params, noisy_ids, clean_ids, *, t, valid, positions, segments
+  config, remat, params, noisy_ids, clean_ids, *, t, valid, positions, segments
 ):
   chex.assert_equal_shape([noisy_ids, clean_ids])
   length = noisy_ids.shape[1]
@@ -170,7 +198,7 @@ def _paired(
   t = _checked_level(noisy_ids, t, valid, slots, segments)
   if positions is None and length <= config.attention_block:
     # One block, which no clean slot is before.
-    features = functools.partial(_features, config)
+    features = functools.partial(_features, config, remat)
     if config.shifted:
       features = functools.partial(alignment.shifted_features, features)
     hidden, _ = features(
@@ -184,6 +212,7 @@ def _paired(
   conditioning = outer.embed_time(t)
   hidden, _ = _run(
     config,
+    remat,
     params,
     outer.embed(jnp.concatenate([noisy_ids, clean_ids], 1)),
     None,
@@ -220,7 +249,7 @@ def _checked_level(ids, t, valid, positions, segments):
   return t
 
 
-def _run(config, params, hidden, cache, conditioning, positions, attend):
+def _run(config, remat, params, hidden, cache, conditioning, positions, attend):
   """The stream after all blocks, and what they stored."""
   width = config.rotary_width or config.head_dim
   angles = rotary_angles(positions, width, config.rope_base)
@@ -244,14 +273,12 @@ def _run(config, params, hidden, cache, conditioning, positions, attend):
         attend=attend,
       )
 
-    # The gradient keeps matrix products and recomputes the cheap rest: stacking
-    # that over the layers takes more time than making it again.
     apply_block = jax.checkpoint(
       functools.partial(
         apply_block, stacks=stacks, graph=_graph(Block, block_config)
       ),
       prevent_cse=False,
-      policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+      policy=REMAT[remat],
     )
     stored = None if cache is None else cache[name]
     hidden, kept[name] = jax.lax.scan(

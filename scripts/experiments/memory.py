@@ -177,10 +177,7 @@ def main(argv):
       f'--block_length={width} must be at most half of --length={length}; the '
       'other half is the prompt'
     )
-  mesh = jax.make_mesh(
-    (_DEVICES.value,), ('x',), axis_types=(jax.sharding.AxisType.Auto,)
-  )
-  sharding = placement.tensor_parallel(mesh, 'x')
+  sharding = placement.sharding(placement.mesh(1, 1, _DEVICES.value))
   weights = weight_bytes(config, sharding, int8=_INT8.value)
   cached = _CACHE.value != 'none'
   record = {

@@ -3,7 +3,6 @@
 import json
 
 import golden_data
-import jax
 import script_runner
 
 from mdlm_jax.models import families, placement
@@ -14,8 +13,7 @@ def test_temporaries_hold_the_cache_and_the_logits():
     json.loads((golden_data.FOLDER / 'llada' / 'config.json').read_text())
   ).config
   memory = script_runner.load('experiments/memory.py')
-  mesh = jax.make_mesh((1,), ('x',), axis_types=(jax.sharding.AxisType.Auto,))
-  sharding = placement.tensor_parallel(mesh, 'x')
+  sharding = placement.sharding(placement.mesh(1, 1, 1))
   found = {
     name: memory.compiled_bytes(config, sharding, 1, 64, 4, policy)
     for name, policy in memory._POLICIES.items()
