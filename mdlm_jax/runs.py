@@ -3,161 +3,147 @@
 Needs the extra `train`. The work directory receives
 
 checkpoints/      everything that is needed to go on, see `checkpoints`
-metrics.jsonl     one line per `log_every` steps; TensorBoard events beside it
+metrics.jsonl     the log, see `run_log`; TensorBoard events beside it
 model/            averaged weights, tokenizer, and how they were trained
 evaluation.json   the bound on held-out text, at the end
 """
 
 import collections
-import contextlib
+import functools
 import json
-import math
 import pathlib
 import signal
-import sys
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 import optax
-import tensorboardX
-import tqdm
 from ml_collections import ConfigDict
 
 from mdlm_jax import (
   checkpoints,
   command_line,
   evaluation,
-  ngrams,
+  losses,
   optimizers,
+  processes,
+  program_cost,
   provenance,
+  run_config,
+  run_data,
   schedules,
   time_draws,
   training,
 )
-from mdlm_jax.data.batches import batches
-from mdlm_jax.data.corpus import (
-  Corpus,
-  corpus_digest,
-  corpus_of,
-  corpus_tokenizer,
-)
-from mdlm_jax.data.windows import Windows, training_windows
-from mdlm_jax.models import directory, transformer
-from mdlm_jax.models.config import DTYPES
-from mdlm_jax.tokenizer import Tokenizer
+from mdlm_jax.data.batches import batches, row_numbers
+from mdlm_jax.models import directory, placement, transformer
+from mdlm_jax.run_log import RunLog
 
-# What a resumed run may change; everything else must be as it was.
-_MAY_CHANGE = (
-  'steps',
-  'saved_dtype',
-  'evaluation',
-  'log_every',
-  'checkpoint_every',
-  'keep_checkpoints',
-)
+_LOSSES = {'bound': losses.continuous_bound, 'answer': losses.answer_loss}
 
 
 class Run(NamedTuple):
   """What the config stands for.
 
   Attributes:
-    corpus: the texts by use.
-    tokenizer: text to ids, made from the corpus.
-    windows: what batches are drawn from.
+    mesh: all devices.
+    data: what is learned from.
     model: shape of the network.
+    init: `init() -> params`, before the first step, in their places.
     optimizer: an optax transformation.
-    step: the compiled update, see `training.train_step`.
-    init_key: key of the initial parameters.
+    make_step: `make_step(state_sharding=...) -> step`, see
+      `training.train_step`.
     train_key: key of all noise of training.
   """
 
-  corpus: Corpus
-  tokenizer: Tokenizer
-  windows: Windows
+  mesh: jax.sharding.Mesh
+  data: run_data.RunData
   model: transformer.TransformerConfig
+  init: Callable[[], Any]
   optimizer: optax.GradientTransformation
-  step: Callable
-  init_key: jax.Array
+  make_step: Callable
   train_key: jax.Array
 
 
 def prepare(config: ConfigDict) -> Run:
-  """Reads and checks everything; writes nothing.
+  """Reads and checks everything; writes and compiles nothing.
 
   Args:
-    config: as the files in configs/ have it.
+    config: of `run_config.defaults`, with other values.
 
   Raises:
     ValueError, OSError: the first mistake in the config or in its texts.
   """
   try:
-    return _prepare(config)
+    run_config.check(config)
+    mesh = placement.mesh(**config.mesh)
+    data = run_data.text_data(config)
+    model = transformer.TransformerConfig(
+      vocab_size=data.tokenizer.vocab.size,
+      max_length=config.data.length,
+      **config.model,
+    )
+    return assemble(config, mesh, data, model)
   except (AttributeError, TypeError) as error:
     raise ValueError(f'a field of the config is wrong: {error}') from error
 
 
-def _prepare(config: ConfigDict) -> Run:
-  for name, value, least in (
-    ('data.length', config.data.length, 1),
-    ('log_every', config.log_every, 1),
-    ('checkpoint_every', config.checkpoint_every, 1),
-    ('keep_checkpoints', config.keep_checkpoints, 1),
-    ('data.batch_size', config.data.batch_size, 1),
-    ('evaluation.batch_size', config.evaluation.batch_size, 1),
-    ('evaluation.num_replicates', config.evaluation.num_replicates, 2),
-  ):
-    if value < least:
-      raise ValueError(f'config.{name}={value} must be at least {least}')
-  if not 0 <= config.seed < 2**32:
-    raise ValueError(f'config.seed={config.seed} must lie in [0, 2**32)')
-  if config.saved_dtype not in DTYPES:
-    raise ValueError(
-      f'saved_dtype={config.saved_dtype!r} must be one of {DTYPES}'
-    )
-  corpus = corpus_of(config.data.to_dict())
-  if not corpus.validation:
-    raise ValueError('the text is too short to hold a part of it out')
-  tokenizer = corpus_tokenizer(corpus, config.data.bpe_vocab_size)
-  windows = training_windows(corpus.training, tokenizer, config.data.length)
-  model = transformer.TransformerConfig(
-    vocab_size=tokenizer.vocab.size,
-    max_length=config.data.length,
-    **config.model,
-  )
+def assemble(
+  config: ConfigDict,
+  mesh: jax.sharding.Mesh,
+  data: run_data.RunData,
+  model: transformer.TransformerConfig,
+) -> Run:
+  """A run of a fresh model on some data.
+
+  Raises:
+    ValueError: a mistake in what the config says of the model, the optimizer,
+      the loss or the devices.
+  """
   if model.time_conditioning and model.attention_block is not None:
     # One pass tells the clean blocks level 0, a sampler all of them one level.
     raise ValueError('attention_block cannot be used with time_conditioning')
+  batch_size, parts = config.data.batch_size, config.accumulation
+  if parts < 1 or batch_size % parts:
+    raise ValueError(
+      f'config.accumulation={parts} must divide config.data.{batch_size=}'
+    )
+  placement.check(mesh, model, batch_size // parts)
   optimizer = optimizers.make_optimizer(steps=config.steps, **config.optimizer)
-  step = training.train_step(
-    transformer.denoiser(model),
+  make_step = functools.partial(
+    training.train_step,
+    transformer.denoiser(model, remat=config.remat),
     optimizer,
-    vocab=tokenizer.vocab,
+    vocab=data.tokenizer.vocab,
     ema_decay=config.ema_decay,
+    loss=_LOSSES[config.loss.kind],
     schedule=schedules.named_schedule(config.loss.schedule),
     times=time_draws.named_times(config.loss.times),
     t_min=config.loss.t_min,
-    t_max=config.loss.get('t_max', 1.0),
+    t_max=config.loss.t_max,
     weight_power=config.loss.weight_power,
+    accumulation=config.accumulation,
   )
+  make_step()  # Finds what is wrong in the options.
   init_key, train_key = jax.random.split(jax.random.key(config.seed))
-  return Run(
-    corpus, tokenizer, windows, model, optimizer, step, init_key, train_key
-  )
+
+  def init():
+    fresh = functools.partial(transformer.init, model)
+    places = placement.state_sharding(mesh, jax.eval_shape(fresh, init_key))
+    return jax.jit(fresh, out_shardings=places)(init_key)
+
+  return Run(mesh, data, model, init, optimizer, make_step, train_key)
 
 
 def run_settings(config: ConfigDict, run: Run) -> dict:
   """What is saved with each checkpoint and compared on resuming."""
-  texts = [document.text for part in run.corpus for document in part]
   return {
     'config': json.loads(config.to_json()),
-    'tokenizer': run.tokenizer.to_json(),
-    'corpus_sha256': corpus_digest(run.corpus),
-    'corpus_entropies_bits_per_character': ngrams.entropies('\n\n'.join(texts)),
+    'tokenizer': run.data.tokenizer.to_json(),
+    **run.data.facts,
     'train_seconds': 0.0,
-    'interval': [],
+    'log': None,
   }
 
 
@@ -166,7 +152,7 @@ def check_same_run(saved: dict, settings: dict, workdir: pathlib.Path) -> None:
   before, now = _flatten(saved['config']), _flatten(settings['config'])
   for name in sorted(before.keys() | now.keys()):
     old, new = before.get(name), now.get(name)
-    if old != new and name.split('.')[0] not in _MAY_CHANGE:
+    if old != new and name.split('.')[0] not in run_config.MAY_CHANGE:
       raise ValueError(
         f'{workdir} holds a run with config.{name}={old!r}, not {new!r}; '
         'choose another --workdir'
@@ -190,122 +176,15 @@ def _flatten(tree, prefix=''):
   return leaves
 
 
-@contextlib.contextmanager
-def recorder(
-  workdir: pathlib.Path,
-  start: int,
-  config: ConfigDict,
-  interval: list[list[float]],
-):
-  """Yields `record(step, metrics)`: bar, metrics.jsonl and TensorBoard.
-
-  What an earlier session wrote after its last checkpoint is dropped.
-
-  Args:
-    workdir: made if missing.
-    start: the last step that is done.
-    config: of the run.
-    interval: the metrics of the steps since the last line of the log, flat;
-      kept up to date, so that a checkpoint can hold them and the line that
-      spans a restart is the same as without one.
-  """
-  workdir.mkdir(parents=True, exist_ok=True)
-  path = workdir / 'metrics.jsonl'
-  lines = path.read_text(errors='replace').splitlines() if path.exists() else []
-  unfinished = workdir / 'metrics.jsonl.tmp'
-  unfinished.write_text(
-    ''.join(f'{x}\n' for x in lines if _line_step(x) <= start)
-  )
-  unfinished.replace(path)
-  begin = time.monotonic()
-
-  def record(step, metrics):
-    nonlocal begin
-    metrics = jax.device_get(metrics)
-    training.check_finite(metrics, step)
-    leaves, structure = jax.tree.flatten(metrics)
-    interval.append([float(leaf) for leaf in leaves])
-    bar.update()
-    if step % config.log_every and step != config.steps:
-      return
-    sums = np.sum(interval, axis=0)
-    total = jax.tree.unflatten(structure, sums)
-    row = {name: float(x.mean) for name, x in total._asdict().items()}
-    now = time.monotonic()
-    row['tokens_per_second'] = float(total.bound.count) / (now - begin)
-    begin = now
-    interval.clear()
-    stream.write(json.dumps({'step': step, **row}) + '\n')
-    for name, value in row.items():
-      board.add_scalar(name, value, step)
-    bar.set_postfix_str(
-      f'{row["bound"]:.3f} nats/token, '
-      f'{row["tokens_per_second"]:,.0f} tokens/s',
-      refresh=False,
-    )
-
-  with (
-    path.open('a', buffering=1) as stream,
-    tensorboardX.SummaryWriter(str(workdir), purge_step=start + 1) as board,
-    tqdm.tqdm(
-      total=config.steps,
-      initial=start,
-      unit='step',
-      dynamic_ncols=True,
-      # A line per half minute where no terminal draws it over the last.
-      mininterval=0.2 if sys.stderr.isatty() else 30,
-    ) as bar,
-  ):
-    yield record
-
-
-def _line_step(line: str) -> int | float:
-  """Step of a line of metrics.jsonl, infinite for one that is damaged."""
-  try:
-    return json.loads(line)['step']
-  except (ValueError, KeyError, TypeError):
-    return math.inf
-
-
-def train_steps(config, run, store, settings, workdir, state, iterator):
-  """Makes the steps that are left, with a checkpoint every so often.
-
-  Returns:
-    The state and the signal that ended the run early, or None.
-  """
-  begin = time.monotonic() - settings['train_seconds']
-  start = int(state.step)
-  pending = collections.deque()
-  with (
-    recorder(workdir, start, config, settings['interval']) as record,
-    command_line.caught_signals() as caught,
-  ):
-    for number in range(start + 1, config.steps + 1):
-      state, metrics = run.step(state, next(iterator), run.train_key)
-      pending.append((number, metrics))
-      last = number == config.steps or bool(caught)
-      save = last or number % config.checkpoint_every == 0
-      # Read one step late, so that the device never waits for the log; all
-      # before a checkpoint, so that none is saved after a divergence.
-      while len(pending) > (0 if save else 1):
-        record(*pending.popleft())
-      if save:
-        settings['train_seconds'] = time.monotonic() - begin
-        checkpoints.save(store, state, iterator, settings)
-        export(config, run, settings, state, workdir)
-      if last:
-        break
-  return state, caught[0] if caught else None
-
-
 def train(
   config: ConfigDict, workdir: pathlib.Path, *, resume: bool = True
 ) -> int:
   """Trains, evaluates and writes.
 
   Args:
-    config: as the files in configs/ have it.
-    workdir: made if missing; a run that it holds goes on.
+    config: of `run_config.defaults`, with other values.
+    workdir: made if missing; a run that it holds goes on. Of several processes,
+      one that they share.
     resume: whether it may; False refuses a directory that holds a run.
 
   Returns:
@@ -320,7 +199,9 @@ def train(
   stopped_by = train_model(config, run, settings, workdir, resume=resume)
   if stopped_by is not None:
     return 130 if stopped_by == signal.SIGINT else 0
-  evaluate(config, run, workdir)
+  if processes.is_first():
+    evaluate(config, run, workdir)
+  processes.wait_for_all()
   return 0
 
 
@@ -348,54 +229,191 @@ def train_model(
     ValueError, OSError: `workdir` holds another run.
     FloatingPointError: training diverged.
   """
+  batch_size = config.data.batch_size
   iterator = batches(
-    run.windows, batch_size=config.data.batch_size, seed=config.seed
+    run.data.rows,
+    batch_size=batch_size,
+    seed=config.seed,
+    local=placement.local_rows(run.mesh, batch_size),
   )
-  params = transformer.init(run.model, run.init_key)
-  state = training.init_state(params, run.optimizer)
-  with checkpoints.open_directory(
-    workdir / 'checkpoints', keep=config.keep_checkpoints
-  ) as store:
-    if checkpoints.latest_step(store) is not None:
-      if not resume:
-        raise ValueError(
-          f'{workdir} holds a run at step {checkpoints.latest_step(store)}; '
-          'resume it or choose another --workdir'
-        )
+  with (
+    jax.set_mesh(run.mesh),
+    checkpoints.open_directory(
+      workdir / 'checkpoints', keep=config.keep_checkpoints
+    ) as store,
+  ):
+    latest = checkpoints.latest_step(store)
+    if latest is not None and not resume:
+      raise ValueError(
+        f'{workdir} holds a run at step {latest}; resume it or choose another '
+        '--workdir'
+      )
+    if latest is not None:
+      check_same_run(checkpoints.latest_settings(store), settings, workdir)
+    target = state_target(run)
+    step = compiled_step(config, run, target)
+    if latest is None:
+      state = fresh_state(run, target)
+    else:
+      state = checkpoints.restore(store, target, iterator)
       saved = checkpoints.latest_settings(store)
-      check_same_run(saved, settings, workdir)
-      state = checkpoints.restore(store, state, iterator)
-      for name in ('train_seconds', 'interval'):
-        settings[name] = saved[name]
-      print(f'resuming {workdir} at step {int(state.step)}', flush=True)
+      settings |= {name: saved[name] for name in ('train_seconds', 'log')}
+      processes.say(f'resuming {workdir} at step {int(state.step)}')
     if int(state.step) > config.steps:
       raise ValueError(
         f'{workdir} is at step {int(state.step)}, beyond steps={config.steps}'
       )
     state, stopped_by = train_steps(
-      config, run, store, settings, workdir, state, iterator
+      config, run, step, store, settings, workdir, state, iterator
     )
-  export(config, run, settings, state, workdir)
+    export(config, run, settings, state, workdir)
   if stopped_by is not None:
-    print(f'stopped at step {int(state.step)}; the same command resumes')
+    processes.say(
+      f'stopped at step {int(state.step)}; the same command resumes'
+    )
   return stopped_by
+
+
+def state_target(run: Run) -> training.TrainState:
+  """Shapes of the train state, and where each array belongs."""
+  state = jax.eval_shape(lambda: training.init_state(run.init(), run.optimizer))
+  return jax.tree.map(
+    lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+    state,
+    placement.state_sharding(run.mesh, state),
+  )
+
+
+def fresh_state(run: Run, target: training.TrainState) -> training.TrainState:
+  """The state before the first step."""
+  return jax.jit(
+    functools.partial(training.init_state, optimizer=run.optimizer),
+    out_shardings=jax.tree.map(lambda x: x.sharding, target),
+    donate_argnums=0,
+  )(run.init())
+
+
+def compiled_step(
+  config: ConfigDict, run: Run, target: training.TrainState
+) -> Callable:
+  """The step, compiled before anything is allocated; prints what it takes.
+
+  Raises:
+    ValueError: a device cannot hold it.
+  """
+  step = run.make_step(
+    state_sharding=jax.tree.map(lambda x: x.sharding, target)
+  )
+  batch_size = config.data.batch_size
+  place = placement.batch_sharding(run.mesh)
+  one = next(batches(run.data.rows, batch_size=1, seed=0))
+  batch = {
+    name: jax.ShapeDtypeStruct(
+      (batch_size, *x.shape[1:]), x.dtype, sharding=place
+    )
+    for name, x in one.items()
+  }
+  begin = time.monotonic()
+  traced = step.trace(target, batch, run.train_key)
+  compiled = traced.lower().compile()
+  cost = program_cost.program_cost(traced, compiled)
+  capacity = program_cost.device_capacity(jax.local_devices()[0])
+  processes.say(
+    program_cost.summary(
+      cost,
+      num_parameters=sum(x.size for x in jax.tree.leaves(target.params)),
+      num_tokens=batch['ids'].size,
+      capacity=capacity,
+    )
+    + f'\ncompiled in {time.monotonic() - begin:.1f} s'
+  )
+  program_cost.check_fits(cost, capacity)
+  return compiled
+
+
+def train_steps(config, run, step, store, settings, workdir, state, iterator):
+  """Makes the steps that are left, with a checkpoint every so often.
+
+  Returns:
+    The state and the signal that ended the run early, or None.
+  """
+  begin = time.monotonic() - settings['train_seconds']
+  start, batch_size = int(state.step), config.data.batch_size
+
+  def rows_of(number):
+    return row_numbers(
+      len(run.data.rows), number - 1, batch_size=batch_size, seed=config.seed
+    ).tolist()
+
+  pending = collections.deque()
+  is_stopping = False
+  with (
+    RunLog(
+      workdir,
+      config,
+      start,
+      settings['log'],
+      rows_of,
+      is_writer=processes.is_first(),
+    ) as log,
+    command_line.caught_signals() as caught,
+  ):
+
+    def read():
+      nonlocal is_stopping
+      number, metrics, is_raised = pending.popleft()
+      log.record(number, metrics)
+      is_stopping |= bool(is_raised)
+
+    for number in range(start + 1, config.steps + 1):
+      batch = placement.global_batch(run.mesh, next(iterator), batch_size)
+      state, metrics = step(state, batch, run.train_key)
+      is_raised = processes.any_raised(run.mesh, bool(caught))
+      pending.append((number, metrics, is_raised))
+      # Read one step late, so that the device never waits for the log; all
+      # before a checkpoint, which holds the log.
+      while len(pending) > 1:
+        read()
+      has_diverged = log.skipped_in_a_row >= config.most_skipped
+      is_last = number == config.steps or is_stopping or has_diverged
+      if is_last or number % config.checkpoint_every == 0:
+        while pending:
+          read()
+        settings['train_seconds'] = time.monotonic() - begin
+        settings['log'] = log.state()
+        checkpoints.save(store, state, iterator, settings)
+        export(config, run, settings, state, workdir)
+      if has_diverged:
+        raise FloatingPointError(
+          f'training diverged: no gradient of the {log.skipped_in_a_row} steps '
+          f'up to {number} was finite; the parameters before them are saved; '
+          'try a lower learning rate'
+        )
+      if is_last:
+        break
+  if not is_stopping or number == config.steps:
+    return state, None
+  return state, caught[0] if caught else signal.SIGTERM
 
 
 def export(config, run, settings, state, workdir):
   """Writes the model directory, and beside the model how it was trained."""
+  params = processes.gathered(training.averaged_params(state, config.ema_decay))
+  if not processes.is_first():
+    return
   directory.save(
     workdir / 'model',
     run.model,
-    training.averaged_params(state, config.ema_decay),
-    run.tokenizer.vocab,
-    run.tokenizer,
+    params,
+    run.data.tokenizer.vocab,
+    run.data.tokenizer,
     schedule=config.loss.schedule,
     dtype=config.saved_dtype,
     history={'step': int(state.step)}
     | {
       name: value
       for name, value in settings.items()
-      if name not in ('tokenizer', 'interval')
+      if name not in ('tokenizer', 'log')
     },
   )
 
@@ -403,12 +421,7 @@ def export(config, run, settings, state, workdir):
 def evaluate(config, run, workdir):
   """Prints and writes the bound of the model as saved on held-out text."""
   model = directory.load(workdir / 'model')
-  report = evaluation.evaluate_documents(
-    model,
-    run.corpus.validation,
-    length=config.data.length,
-    **config.evaluation,
-  )
+  report = run.data.evaluate(model)
   seconds = model.history['train_seconds']
   tokens = config.steps * config.data.batch_size * config.data.length
   speed = {'train_tokens_per_second': tokens / seconds}

@@ -4,16 +4,21 @@
     [--config.model.num_layers=3 ...]
 
 The work directory receives checkpoints/, metrics.jsonl, TensorBoard events,
-model/ (averaged weights, config and tokenizer: what sample.py and evaluate.py
-read) and evaluation.json. A run whose work directory has a checkpoint goes on
-from there. Ctrl-C saves and exits with code 130, SIGTERM with code 0.
+incidents.jsonl, model/ (averaged weights, config and tokenizer: what sample.py
+and evaluate.py read) and evaluation.json. A run whose work directory has a
+checkpoint goes on from there. Ctrl-C saves and exits with code 130, SIGTERM
+with code 0.
+
+mdlm_jax/run_config.py explains every field of a config. docs/scaling.md says
+how to use many devices and several processes.
 """
 
 import pathlib
 
+import jax
 from absl import flags
 
-from mdlm_jax import command_line
+from mdlm_jax import command_line, processes
 
 with command_line.extra('train'):
   import grain  # noqa: F401
@@ -29,10 +34,42 @@ _RESUME = flags.DEFINE_bool(
   'Goes on from the checkpoint of the work directory, if it has one; '
   '--noresume refuses such a directory.',
 )
+_DISTRIBUTED = flags.DEFINE_bool(
+  'distributed',
+  False,
+  'This is one of several processes of the run, each started with the same '
+  'command. Slurm, Open MPI, Kubernetes and TPU pods tell who the others are; '
+  'elsewhere the next three flags do.',
+)
+_COORDINATOR = flags.DEFINE_string(
+  'coordinator_address', None, 'host:port of the first process.'
+)
+_NUM_PROCESSES = flags.DEFINE_integer(
+  'num_processes', None, 'How many processes there are.', 1
+)
+_PROCESS_ID = flags.DEFINE_integer(
+  'process_id', None, 'Which of them this is, from 0.', 0
+)
+_COMPILATION_CACHE = flags.DEFINE_string(
+  'compilation_cache',
+  None,
+  'Keeps compiled programs in this directory, so that a resumed run starts '
+  'sooner.',
+)
 flags.mark_flags_as_required(['config', 'workdir'])
 
 
 def main(_) -> int:
+  others = _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value
+  if _DISTRIBUTED.value:
+    processes.start(*others)
+  elif others != (None, None, None):
+    raise ValueError(
+      '--coordinator_address, --num_processes and --process_id are of '
+      '--distributed'
+    )
+  if _COMPILATION_CACHE.value:
+    jax.config.update('jax_compilation_cache_dir', _COMPILATION_CACHE.value)
   workdir = pathlib.Path(_WORKDIR.value)
   return runs.train(_CONFIG.value, workdir, resume=_RESUME.value)
 

@@ -19,12 +19,10 @@ import pytest
 import script_runner
 from ml_collections import ConfigDict
 
-from mdlm_jax import checkpoints, ngrams, runs, training
+from mdlm_jax import checkpoints, ngrams, runs
 from mdlm_jax.data.batches import batches
-from mdlm_jax.data.corpus import (
-  read_corpus,
-)
-from mdlm_jax.models import directory, transformer
+from mdlm_jax.data.corpus import read_corpus
+from mdlm_jax.models import directory
 
 ROOT = script_runner.ROOT
 
@@ -79,12 +77,21 @@ def test_run_leaves_everything(finished):
   assert [row['step'] for row in rows] == [2, 4, 6]
   assert set(rows[0]) == {
     'step',
+    'loss',
+    'sum',
+    'count',
     'bound',
     'masked_cross_entropy',
     'weighted_sum',
     'empty_rows',
     'gradient_norm',
+    'skipped',
   }
+  for row in rows:
+    # Two steps of 16 rows of 32 tokens.
+    assert row['count'] == 2 * 16 * 32
+    np.testing.assert_allclose(row['loss'], row['sum'] / row['count'])
+  assert (finished / 'incidents.jsonl').read_text() == ''
   assert list(finished.glob('events.out.tfevents.*'))
   model = directory.load(finished / 'model')
   assert model.config.num_layers == 1
@@ -149,12 +156,9 @@ def test_a_run_is_not_touched_where_it_may_not_be_resumed(finished, text_file):
 
 def state_of(workdir, text_file):
   run = runs.prepare(tiny_config(text_file))
-  iterator = batches(run.windows, batch_size=16, seed=0)
-  fresh = training.init_state(
-    transformer.init(run.model, run.init_key), run.optimizer
-  )
+  iterator = batches(run.data.rows, batch_size=16, seed=0)
   with checkpoints.open_directory(workdir / 'checkpoints') as store:
-    state = checkpoints.restore(store, fresh, iterator)
+    state = checkpoints.restore(store, runs.state_target(run), iterator)
   return state, next(iterator)
 
 
@@ -212,6 +216,9 @@ def snapshot(directory_):
       'attention_block cannot be used with time_conditioning',
     ),
     ({'log_every': 0}, 'log_every=0'),
+    ({'accumulation': 3}, 'config.accumulation=3 must divide .*batch_size=16'),
+    ({'mesh.tensor': 2}, r'data=-1, fsdp=1, tensor=2 does not fit 1 device'),
+    ({'remat': 'some'}, "remat='some'"),
     ({'keep_checkpoints': 0}, 'keep_checkpoints=0'),
     ({'evaluation.num_replicates': 1}, 'num_replicates=1'),
     ({'evaluation.batch_size': 0}, 'evaluation.batch_size=0'),
@@ -235,14 +242,37 @@ def test_a_text_too_short_to_hold_a_part_out_is_refused(tmp_path):
   assert not (tmp_path / 'run').exists()
 
 
-def test_divergence_is_named_and_not_saved(text_file, tmp_path):
+def test_a_run_that_diverged_ends_with_finite_parameters(
+  text_file, tmp_path, capsys
+):
+  # The first updates are so large that every later gradient is NaN.
   config = tiny_config(
-    text_file, **{'optimizer.learning_rate': 1e30, 'steps': 100}
+    text_file,
+    **{
+      'optimizer.muon_learning_rate': 0.0,
+      'optimizer.learning_rate': 1e30,
+      'optimizer.warmup_steps': 0,
+      'steps': 100,
+      'most_skipped': 3,
+    },
   )
-  with pytest.raises(FloatingPointError, match='diverged at step'):
+  with pytest.raises(
+    FloatingPointError, match=r'the 4 steps up to \d+ was finite'
+  ):
     runs.train(config, tmp_path)
+  assert 'its gradient is not finite' in capsys.readouterr().err
+  lines = (tmp_path / 'incidents.jsonl').read_text().splitlines()
+  incidents = [json.loads(line) for line in lines]
+  steps = [x['step'] for x in incidents if x['incident'] == 'skipped']
+  assert steps == list(range(steps[0], steps[0] + 4))
   with checkpoints.open_directory(tmp_path / 'checkpoints') as store:
-    assert checkpoints.latest_step(store) in (None, 3)
+    state = checkpoints.latest_state(store)
+  assert state['step'] == steps[-1]
+  assert state['skipped'] == 4
+  for leaf in jax.tree.leaves((state['params'], state['ema'])):
+    assert np.isfinite(leaf).all()
+  for line in (tmp_path / 'metrics.jsonl').read_text().splitlines():
+    assert np.isfinite(list(json.loads(line).values())).all()
 
 
 def send_when_running(kind, workdir, num_rows):

@@ -13,7 +13,7 @@ import pytest
 import script_runner
 
 from mdlm_jax import draws, rules
-from mdlm_jax.models import directory, transformer
+from mdlm_jax.models import directory
 
 SCRIPT = 'experiments/sudoku.py'
 # As `python scripts/experiments/sudoku.py` finds it.
@@ -233,9 +233,9 @@ def test_experiment_prints_and_writes(script, tmp_path, capsys):
   directory.save(
     tmp_path,
     run.model,
-    transformer.init(run.model, run.init_key),
-    run.tokenizer.vocab,
-    run.tokenizer,
+    run.init(),
+    run.data.tokenizer.vocab,
+    run.data.tokenizer,
   )
 
   def few(size, num_open):

@@ -13,6 +13,8 @@ from jaxtyping import Int
 
 from mdlm_jax.checks import check_integer
 
+_MOST_ROWS = 2**53  # More than any run sees.
+
 
 @runtime_checkable
 class Rows(Protocol):
@@ -27,6 +29,31 @@ class Rows(Protocol):
     masked; `segments` and `positions` int32, of documents packed in a row.
     """
     ...
+
+
+def row_numbers(
+  num_rows: int, batch: int, *, batch_size: int, seed: int
+) -> Int[np.ndarray, 'B']:
+  """The numbers of the rows of one global batch, which `batches` would give.
+
+  Needs grain.
+
+  Args:
+    num_rows: how many rows there are.
+    batch: number of the batch, from 0.
+    batch_size: rows of a global batch.
+    seed: of the order.
+  """
+  return np.asarray(_order(num_rows, batch_size, seed)[batch])
+
+
+def _order(num_rows, batch_size, seed):
+  import grain  # Of the extra `train`; nothing else here needs it.
+
+  check_integer('batch_size', batch_size, 1)
+  order = grain.MapDataset.range(num_rows).seed(seed).shuffle()
+  # Without a number of epochs the length is one that Grain cannot count.
+  return order.repeat(_MOST_ROWS // num_rows).batch(batch_size)
 
 
 def batches(
@@ -55,9 +82,8 @@ def batches(
     What `rows` have, `[b, L]` each, `row_ids` int32 `[b]`, the rows' numbers
     within the global batch, and `record_ids` int32 `[b]`, those in `rows`.
   """
-  import grain  # Of the extra `train`; nothing else here needs it.
+  import grain
 
-  check_integer('batch_size', batch_size, 1)
   if local is None:
     local = np.arange(batch_size)
   row_ids = np.asarray(local, np.int32)
@@ -69,7 +95,6 @@ def batches(
       'record_ids': indices.astype(np.int32),
     }
 
-  dataset = grain.MapDataset.range(len(rows)).seed(seed).shuffle()
-  dataset = dataset.repeat().batch(batch_size).map(batch)
+  dataset = _order(len(rows), batch_size, seed).map(batch)
   options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
   return iter(dataset.to_iter_dataset(options))

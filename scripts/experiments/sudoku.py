@@ -34,7 +34,6 @@ compilation; `--axes=positions` a third of that.
 """
 
 import hashlib
-import json
 import math
 import pathlib
 from collections.abc import Sequence
@@ -52,17 +51,13 @@ from mdlm_jax import (
   canvas,
   command_line,
   draws,
-  optimizers,
   provenance,
   rules,
   sampling,
   schedules,
-  time_draws,
-  training,
 )
-from mdlm_jax.data.corpus import Corpus
 from mdlm_jax.data.windows import Windows
-from mdlm_jax.models import directory, transformer
+from mdlm_jax.models import directory, placement, transformer
 from mdlm_jax.rules import sigmas
 from mdlm_jax.tokenizer import Tokenizer, character_tokenizer
 
@@ -70,7 +65,7 @@ with command_line.extra('train'):
   import grain  # noqa: F401
   from ml_collections import ConfigDict, config_flags
 
-  from mdlm_jax import runs
+  from mdlm_jax import run_data, runs
 
 AXES = ('values', 'positions', 'calls', 'adaptive', 'correction', 'blocks')
 
@@ -333,33 +328,17 @@ def prepare(config: ConfigDict) -> runs.Run:
   model = transformer.TransformerConfig(
     vocab_size=tokenizer.vocab.size, max_length=size**2, **config.model
   )
-  optimizer = optimizers.make_optimizer(steps=config.steps, **config.optimizer)
-  step = training.train_step(
-    transformer.denoiser(model),
-    optimizer,
-    vocab=tokenizer.vocab,
-    ema_decay=config.ema_decay,
-    schedule=schedules.named_schedule(config.loss.schedule),
-    times=time_draws.named_times(config.loss.times),
-    t_min=config.loss.t_min,
-    weight_power=config.loss.weight_power,
+  digest = hashlib.sha256(windows.ids.tobytes()).hexdigest()
+  data = run_data.RunData(
+    windows, tokenizer, {'corpus_sha256': digest}, evaluate=None
   )
-  keys = jax.random.split(jax.random.key(config.seed))
-  no_text = Corpus((), ())
-  return runs.Run(no_text, tokenizer, windows, model, optimizer, step, *keys)
+  return runs.assemble(config, placement.mesh(**config.mesh), data, model)
 
 
 def train(config: ConfigDict, workdir: pathlib.Path) -> int | None:
   """Trains, or goes on; the signal that ended the run early, or None."""
   run = prepare(config)
-  settings = {
-    'config': json.loads(config.to_json()),
-    'tokenizer': run.tokenizer.to_json(),
-    'corpus_sha256': hashlib.sha256(run.windows.ids.tobytes()).hexdigest(),
-    'train_seconds': 0.0,
-    'interval': [],
-  }
-  return runs.train_model(config, run, settings, workdir)
+  return runs.train_model(config, run, runs.run_settings(config, run), workdir)
 
 
 def _digits(size):

@@ -1,4 +1,3 @@
-import itertools
 import math
 import sys
 
@@ -8,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mdlm_jax import ngrams
-from mdlm_jax.data.batches import batches
 from mdlm_jax.data.corpus import (
   Corpus,
   Document,
@@ -21,12 +19,6 @@ from mdlm_jax.data.corpus import (
   split_tail,
   text8_of,
 )
-from mdlm_jax.data.windows import (
-  every_window,
-  rolling_windows,
-  training_windows,
-)
-from mdlm_jax.tokenizer import character_tokenizer
 
 
 def write(directory, **texts):
@@ -163,116 +155,6 @@ def test_character_tokenizer_knows_the_held_out_text():
     == 'zxa'
   )
   assert corpus_tokenizer(corpus, 258).vocab.size == 258
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-  st.lists(st.integers(0, 25), min_size=1, max_size=4).filter(any),
-  st.integers(1, 8),
-  st.integers(0, 7),
-)
-def test_windows_cover_every_token_inside_documents(sizes, length, context):
-  # Token ids are unique: 100 * document + position + 1.
-  documents = [100 * i + np.arange(n) + 1 for i, n in enumerate(sizes)]
-  context = min(context, length - 1)
-  every = every_window(documents, length=length, pad_id=0)
-  assert len(every.starts) == sum(max(n - length, 0) + 1 for n in sizes if n)
-  rolling = rolling_windows(documents, length=length, context=context, pad_id=0)
-  taken = every.take(np.arange(len(every)))
-  for ids, valid in (taken.values(), rolling[:2]):
-    assert ids.shape == valid.shape == (len(ids), length)
-    assert set(ids[valid]) == set(itertools.chain(*documents))
-    assert not ids[~valid].any()
-    assert valid[:, 0].all()
-    for row, is_valid in zip(ids, valid):
-      assert len(set(row[is_valid] // 100)) == 1
-      np.testing.assert_array_equal(np.diff(row[is_valid]), 1)
-  # Each token is new once, in order, after enough context.
-  np.testing.assert_array_equal(
-    rolling.ids[rolling.new], list(itertools.chain(*documents))
-  )
-  np.testing.assert_array_equal(rolling.ids[:, 0] // 100, rolling.document)
-  later = rolling.ids[:, 0] % 100 > 1
-  assert (np.argmax(rolling.new, 1)[later] >= context).all()
-  assert rolling.valid[later].all()
-
-
-def test_ten_tokens_in_windows_of_four():
-  windows = rolling_windows([np.arange(2, 12)], length=4, pad_id=0)
-  np.testing.assert_array_equal(
-    windows.ids, [[2, 3, 4, 5], [6, 7, 8, 9], [8, 9, 10, 11]]
-  )
-  np.testing.assert_array_equal(windows.new.sum(1), [4, 4, 2])
-  windows = rolling_windows([np.arange(2, 12)], length=4, context=2, pad_id=0)
-  np.testing.assert_array_equal(windows.ids[:, 0], [2, 4, 6, 8])
-  np.testing.assert_array_equal(windows.new.sum(1), [4, 2, 2, 2])
-
-
-def test_text_shorter_than_the_sequence_length_is_named():
-  documents = [Document('a.txt', 'abc'), Document('b.txt', 'abcde')]
-  tokenizer = character_tokenizer('abcde')
-  with pytest.raises(ValueError, match=r'b\.txt: 5 tokens .* length 6'):
-    training_windows(documents, tokenizer, 6)
-  # One document that is long enough will do; the other is filled up.
-  windows = training_windows(documents, tokenizer, 4)
-  assert len(windows.starts) == 3
-
-
-def epoch_windows(num_windows, length=3):
-  return every_window(
-    [np.arange(num_windows + length - 1)], length=length, pad_id=99
-  )
-
-
-def test_batches_hold_windows_with_global_row_ids():
-  batch = next(batches(epoch_windows(64), batch_size=8, seed=0))
-  assert batch['ids'].shape == (8, 3) and batch['ids'].dtype == np.int32
-  assert batch['valid'].dtype == bool and batch['valid'].all()
-  np.testing.assert_array_equal(batch['row_ids'], np.arange(8))
-  np.testing.assert_array_equal(np.diff(batch['ids']), 1)
-
-
-def first_ids(iterator, num_batches):
-  return np.concatenate(
-    [next(iterator)['ids'][:, 0] for _ in range(num_batches)]
-  )
-
-
-def test_each_epoch_has_every_window_once_in_another_order():
-  ids = first_ids(batches(epoch_windows(64), batch_size=8, seed=0), 24)
-  epochs = ids.reshape(3, 64)
-  np.testing.assert_array_equal(
-    np.sort(epochs, 1), np.tile(np.arange(64), (3, 1))
-  )
-  assert len({tuple(epoch) for epoch in epochs}) == 3
-
-
-def test_seed_orders_the_data():
-  windows = epoch_windows(64)
-  a, b, c = (
-    first_ids(batches(windows, batch_size=8, seed=seed), 4)
-    for seed in (0, 0, 1)
-  )
-  np.testing.assert_array_equal(a, b)
-  assert (a != c).any()
-
-
-@pytest.mark.parametrize('batch_size', [10, 64])
-def test_restored_iterator_goes_on_with_the_next_batch(batch_size):
-  # Batches of 10 end inside the epoch of 64 windows.
-  windows = epoch_windows(64)
-  unbroken = first_ids(batches(windows, batch_size=batch_size, seed=0), 15)
-  first = batches(windows, batch_size=batch_size, seed=0)
-  before = first_ids(first, 6)
-  second = batches(windows, batch_size=batch_size, seed=0)
-  second.set_state(first.get_state())
-  after = first_ids(second, 9)
-  np.testing.assert_array_equal(np.concatenate([before, after]), unbroken)
-
-
-def test_batch_size_below_one_is_refused():
-  with pytest.raises(ValueError, match='batch_size=0'):
-    batches(epoch_windows(8), batch_size=0, seed=0)
 
 
 def test_entropy_needs_enough_text():

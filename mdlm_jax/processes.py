@@ -1,0 +1,89 @@
+"""One run in several processes, each with devices of its own.
+
+Every process runs the same program; JAX makes one machine of all their
+devices. What is written is written by the first of them.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
+
+
+def start(
+  coordinator_address: str | None = None,
+  num_processes: int | None = None,
+  process_id: int | None = None,
+) -> None:
+  """Joins the processes of the run; before anything else is asked of JAX.
+
+  Args:
+    coordinator_address: 'host:port' of the first process. None: this and the
+      rest is found out, where Slurm, Open MPI, Kubernetes or a TPU pod started
+      the processes.
+    num_processes: how many there are.
+    process_id: which of them this is, from 0.
+
+  Raises:
+    ValueError: nothing can be found out, or the others were not met.
+  """
+  # On CPU they exchange by Gloo; on other devices it has no effect.
+  jax.config.update('jax_cpu_collectives_implementation', 'gloo')
+  try:
+    jax.distributed.initialize(coordinator_address, num_processes, process_id)
+  except (ValueError, RuntimeError) as error:
+    raise ValueError(f'the processes did not meet: {error}') from error
+
+
+def is_first() -> bool:
+  """Whether this process is the one that writes and prints."""
+  return jax.process_index() == 0
+
+
+def say(text: str) -> None:
+  """Prints a line at once, once for all processes."""
+  if is_first():
+    print(text, flush=True)
+
+
+def wait_for_all() -> None:
+  """Waits until every process is here."""
+  if jax.process_count() > 1:
+    multihost_utils.sync_global_devices('all')
+
+
+def any_raised(mesh: jax.sharding.Mesh, flag: bool) -> jax.Array:
+  """Whether a process has raised its flag, the same answer in all of them.
+
+  Nothing waits before the answer is read, so that a device is not kept from the
+  step that was given to it before.
+
+  Args:
+    mesh: of all devices.
+    flag: of this process.
+
+  Returns:
+    bool scalar.
+  """
+  place = NamedSharding(mesh, jax.P(mesh.axis_names))
+  flags = jax.make_array_from_callback(
+    (mesh.size,), place, lambda _: np.array([flag])
+  )
+  return _any(flags)
+
+
+@jax.jit
+def _any(flags):
+  return jnp.any(flags)
+
+
+def gathered(tree: Any) -> Any:
+  """The arrays as NumPy's, whole in every process, whatever their sharding."""
+  if jax.process_count() == 1:
+    return jax.device_get(tree)
+  return jax.tree.map(
+    lambda x: multihost_utils.process_allgather(x, tiled=True), tree
+  )

@@ -1,0 +1,187 @@
+"""The log of a training run: a bar, metrics.jsonl, TensorBoard, incidents.
+
+metrics.jsonl     a JSON object per `log_every` steps: `step`; `loss` and the
+                  other measures as means since the line before, `sum` and
+                  `count` of the loss; `tokens_per_second`
+incidents.jsonl   a JSON object per step that updated nothing or whose loss was
+                  far above those before it, with the rows of the batch
+
+A resumed run goes on with both files where its checkpoint was made, and a line
+that spans the restart is the one of an unbroken run.
+"""
+
+import collections
+import json
+import math
+import pathlib
+import sys
+import time
+from collections.abc import Callable
+
+import jax
+import numpy as np
+import tensorboardX
+import tqdm
+from ml_collections import ConfigDict
+
+from mdlm_jax.training import Metrics
+
+# A loss so many standard deviations above the mean of the steps before it is a
+# spike; it is looked for once there are enough of them.
+_SPIKE_DEVIATIONS = 6.0
+_MOST_BEFORE, _LEAST_BEFORE = 100, 20
+
+
+class RunLog:
+  """Takes the metrics of each step in order; to be used in a `with` statement.
+
+  Attributes:
+    skipped_in_a_row: how many of the last steps updated nothing.
+  """
+
+  def __init__(
+    self,
+    workdir: pathlib.Path,
+    config: ConfigDict,
+    start: int,
+    saved: dict | None,
+    row_numbers: Callable[[int], list[int]],
+    *,
+    is_writer: bool = True,
+  ):
+    """Opens the files; what is after the last checkpoint is dropped.
+
+    Args:
+      workdir: made if missing.
+      config: of the run.
+      start: the last step that is done.
+      saved: what `state` returned at that step, None at the first.
+      row_numbers: numbers in the data of the rows of a step.
+      is_writer: whether this process writes; all keep the same counts.
+    """
+    saved = saved or {'interval': [], 'losses': [], 'skipped_in_a_row': 0}
+    self._config = config
+    self._interval = [list(leaves) for leaves in saved['interval']]
+    self._losses = collections.deque(saved['losses'], _MOST_BEFORE)
+    self.skipped_in_a_row = saved['skipped_in_a_row']
+    self._row_numbers = row_numbers
+    self._begin = time.monotonic()
+    self._files = None
+    if not is_writer:
+      return
+    workdir.mkdir(parents=True, exist_ok=True)
+    self._files = {
+      name: _opened_after(workdir / f'{name}.jsonl', start)
+      for name in ('metrics', 'incidents')
+    }
+    self._board = tensorboardX.SummaryWriter(str(workdir), purge_step=start + 1)
+    self._bar = tqdm.tqdm(
+      total=config.steps,
+      initial=start,
+      unit='step',
+      dynamic_ncols=True,
+      # A line per half minute where no terminal draws it over the last.
+      mininterval=0.2 if sys.stderr.isatty() else 30,
+    )
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *_):
+    if self._files is not None:
+      for part in (*self._files.values(), self._board, self._bar):
+        part.close()
+
+  def state(self) -> dict:
+    """What a checkpoint keeps of the steps that no line tells of yet."""
+    return {
+      'interval': self._interval,
+      'losses': list(self._losses),
+      'skipped_in_a_row': self.skipped_in_a_row,
+    }
+
+  def record(self, step: int, metrics: Metrics) -> None:
+    """Takes the metrics of one step, and writes a line where one is due."""
+    metrics = jax.device_get(metrics)
+    leaves, structure = jax.tree.flatten(metrics)
+    self._interval.append([float(leaf) for leaf in leaves])
+    self._look_for_incidents(step, metrics)
+    if self._files is not None:
+      self._bar.update()
+    if step % self._config.log_every and step != self._config.steps:
+      return
+    total = jax.tree.unflatten(structure, np.sum(self._interval, axis=0))
+    self._interval.clear()
+    if self._files is not None:
+      self._write(step, total)
+
+  def _write(self, step, total):
+    row = {name: float(x.mean) for name, x in total._asdict().items()}
+    row |= {'sum': float(total.loss.sum), 'count': float(total.loss.count)}
+    now = time.monotonic()
+    row['tokens_per_second'] = float(total.bound.count) / (now - self._begin)
+    self._begin = now
+    self._write_line('metrics', {'step': step, **row})
+    for name, value in row.items():
+      self._board.add_scalar(name, value, step)
+    self._bar.set_postfix_str(
+      f'{row["bound"]:.3f} nats/token, '
+      f'{row["tokens_per_second"]:,.0f} tokens/s',
+      refresh=False,
+    )
+
+  def _look_for_incidents(self, step, metrics):
+    if metrics.skipped.sum:
+      self.skipped_in_a_row += 1
+      self._incident(
+        step, 'skipped', 'its gradient is not finite and updated nothing'
+      )
+      return
+    self.skipped_in_a_row = 0
+    loss = float(metrics.loss.mean)
+    if len(self._losses) >= _LEAST_BEFORE:
+      usual, deviation = np.mean(self._losses), np.std(self._losses)
+      if loss > usual + _SPIKE_DEVIATIONS * deviation:
+        self._incident(
+          step,
+          'spike',
+          f'its loss is {loss:.4g}, usually {usual:.4g} +- {deviation:.2g}',
+          loss=loss,
+          usual_loss=float(usual),
+          usual_deviation=float(deviation),
+        )
+    self._losses.append(loss)
+
+  def _incident(self, step, kind, text, **numbers):
+    if self._files is None:
+      return
+    rows = self._row_numbers(step)
+    line = {'step': step, 'incident': kind, **numbers, 'rows': rows}
+    self._write_line('incidents', line)
+    self._bar.write(
+      f'step {step}: {text}; its rows are in incidents.jsonl', file=sys.stderr
+    )
+
+  def _write_line(self, name, content):
+    # One write of a whole line, which no other reader sees half of.
+    self._files[name].write(json.dumps(content) + '\n')
+    self._files[name].flush()
+
+
+def _opened_after(path: pathlib.Path, start: int):
+  """A file of JSON lines, to go on after the lines of the steps up to start."""
+  lines = path.read_text(errors='replace').splitlines() if path.exists() else []
+  unfinished = path.with_suffix('.tmp')
+  unfinished.write_text(
+    ''.join(f'{x}\n' for x in lines if _line_step(x) <= start)
+  )
+  unfinished.replace(path)
+  return path.open('a')
+
+
+def _line_step(line: str) -> int | float:
+  """Step of a line, infinite for one that is damaged."""
+  try:
+    return json.loads(line)['step']
+  except (ValueError, KeyError, TypeError):
+    return math.inf
