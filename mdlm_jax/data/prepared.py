@@ -12,13 +12,14 @@ All numbers are little endian. `preparation` writes such a directory. Needs
 array_record, of the extra `train`.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -173,24 +174,102 @@ def open_prepared(directory: str | os.PathLike) -> Prepared:
   return Prepared(training, validation, tokenizer, record, _digest(record))
 
 
-def write_shard(
-  path: pathlib.Path,
-  documents: Iterable[tuple[Int[np.ndarray, '...'], int]],
-  dtype: np.dtype,
-) -> None:
-  """Writes documents, ids and how many of them are given, as one shard.
+class ShardWriter:
+  """A shard while it is written; it has its own name once it is whole.
 
-  Raises:
-    OSError: it cannot be written, as on a full disk.
+  Attributes:
+    lengths: tokens of the documents so far.
+    num_given: how many of them are given.
   """
-  try:
-    writer = array_record_module.ArrayRecordWriter(str(path), _WRITE_OPTIONS)
-    for ids, num_given in documents:
-      header = np.array(num_given, _HEADER).tobytes()
-      writer.write(header + ids.astype(dtype).tobytes())
-    writer.close()
-  except RuntimeError as error:  # The library raises nothing more specific.
-    raise OSError(f'{path} cannot be written: {error}') from None
+
+  def __init__(self, path: pathlib.Path, dtype: np.dtype):
+    """Begins a shard.
+
+    Args:
+      path: its file.
+      dtype: of the ids, see `id_dtype`.
+    """
+    self.lengths: list[int] = []
+    self.num_given: list[int] = []
+    self._path, self._dtype = path, dtype
+    self._unfinished = unfinished(path)
+    self._writer = array_record_module.ArrayRecordWriter(
+      str(self._unfinished), _WRITE_OPTIONS
+    )
+
+  def write(self, ids: Int[np.ndarray, 'n'], num_given: int) -> None:
+    """Adds a document.
+
+    Raises:
+      OSError: it cannot be written, as on a full disk.
+    """
+    header = np.array(num_given, _HEADER).tobytes()
+    with self._errors():
+      self._writer.write(header + ids.astype(self._dtype).tobytes())
+    self.lengths.append(len(ids))
+    self.num_given.append(num_given)
+
+  def finish(self) -> dict[str, Any]:
+    """Gives the shard its name; what prepared.json says of it.
+
+    Raises:
+      OSError: as `write`.
+    """
+    with self._errors():
+      self._writer.close()
+    digest, size = (
+      file_digest(self._unfinished),
+      self._unfinished.stat().st_size,
+    )
+    finish(self._unfinished, self._path)
+    return {
+      'name': self._path.name,
+      'documents': len(self.lengths),
+      'bytes': size,
+      'sha256': digest,
+    }
+
+  @contextlib.contextmanager
+  def _errors(self):
+    try:
+      yield
+    except RuntimeError as error:  # The library raises nothing more specific.
+      raise OSError(f'{self._path} cannot be written: {error}') from None
+
+
+def unfinished(path: pathlib.Path, *, process: str = '') -> pathlib.Path:
+  """What a file of a process is called until it is whole; '': this process."""
+  return path.with_name(f'.{path.name}.{process or os.getpid()}.tmp')
+
+
+def finish(written: pathlib.Path, path: pathlib.Path) -> None:
+  """Gives a whole file its name, so that it is never seen in part."""
+  with open(written, 'rb') as file:
+    os.fsync(file.fileno())
+  written.replace(path)
+
+
+def write(path: pathlib.Path, content: str) -> None:
+  """Writes or replaces a text file, see `finish`."""
+  written = unfinished(path)
+  written.write_text(content, 'utf-8')
+  finish(written, path)
+
+
+def write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
+  """Writes or replaces a JSON file, see `finish`."""
+  write(path, json.dumps(content, indent=2) + '\n')
+
+
+def write_index(
+  folder: pathlib.Path, lengths: Sequence[int], num_given: Sequence[int]
+) -> None:
+  """Writes the numbers of the documents of a part."""
+  for name, values in ((LENGTHS, lengths), (NUM_GIVEN, num_given)):
+    written = unfinished(folder / name)
+    with open(written, 'wb') as file:
+      np.save(file, np.asarray(values, '<u4'))
+    finish(written, folder / name)
 
 
 def id_dtype(vocab: Vocab) -> np.dtype:

@@ -70,12 +70,16 @@ def read_files(directory: str | os.PathLike) -> TokenizerFiles:
     ) from None
   path, backend = directory / 'tokenizer.json', None
   if path.exists():
-    try:
-      backend = tokenizers.Tokenizer.from_str(path.read_text('utf-8'))
-    except Exception as error:  # The library raises nothing more specific.
-      raise ValueError(f'{path} is no tokenizer: {error}') from None
+    backend = _read_backend(path)
     _add_tokens(backend, listed, added)
   return TokenizerFiles(backend, special, added)
+
+
+def _read_backend(path):
+  try:
+    return tokenizers.Tokenizer.from_str(path.read_text('utf-8'))
+  except Exception as error:  # The library raises nothing more specific.
+    raise ValueError(f'{path} is no tokenizer: {error}') from None
 
 
 def _add_tokens(backend, listed, added):
@@ -129,6 +133,50 @@ class HubTokenizer:
   def to_json(self) -> str:
     """The content of `tokenizer.json`."""
     return self.backend.to_str()
+
+
+def load(
+  path: str | os.PathLike, *, mask_id: int | None = None
+) -> HubTokenizer:
+  """The tokenizer of a tokenizer.json that no model is known of.
+
+  Args:
+    path: the file. One named tokenizer.json has the roles that the files beside
+      it tell of, see `read_files`.
+    mask_id: of MASK, where they tell of none; may be the first id after those
+      of the file.
+
+  Raises:
+    OSError: a file cannot be read.
+    ValueError: a file is damaged, or MASK is not known.
+  """
+  path = pathlib.Path(path)
+  if path.name == 'tokenizer.json':
+    files = read_files(path.parent)
+  else:
+    files = TokenizerFiles(_read_backend(path), {}, {})
+  mask, pad, bos, eos = (
+    files.special_id(f'{role}_token') for role in ('mask', 'pad', 'bos', 'eos')
+  )
+  if mask is not None and mask_id not in (None, mask):
+    raise ValueError(f'{mask_id=}, but the files beside {path} say {mask}')
+  mask = mask_id if mask is None else mask
+  if mask is None:
+    raise ValueError(
+      f'no MASK: no tokenizer_config.json beside {path} has a mask_token; '
+      '--mask_id tells it (in Python, `mask_id`)'
+    )
+  size = max(*files.ids, mask) + 1
+  vocab = Vocab(
+    size=size,
+    mask_id=mask,
+    pad_id=pad,
+    bos_id=bos,
+    eos_ids=() if eos is None else (eos,),
+    forbidden_ids=sorted(set(range(size)) - files.ids - {mask}),
+    pad_is_eos=pad is not None and pad == eos,
+  )
+  return HubTokenizer(files.backend, vocab)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -1,0 +1,160 @@
+"""Work on many items in several processes that never outlive this one."""
+
+import contextlib
+import multiprocessing
+import multiprocessing.connection
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+# Told of work done since the last time, in amounts that add up.
+Advance = Callable[..., None]
+
+_SECONDS_BETWEEN_REPORTS = 0.1
+
+
+def mapped(
+  function: Callable[[Any, Advance], Any],
+  items: Sequence[Any],
+  *,
+  workers: int,
+  advance: Advance,
+) -> list[Any]:
+  """`function(item, advance)` of every item, in order.
+
+  A process is started anew, without what this one has in memory. It ends when
+  this one does, however that ends: it then finds its pipe closed, at the
+  latest when it next tells of work done. Ctrl-C is left to this one.
+
+  Args:
+    function: what is done with an item; other processes import it by its name.
+    items: what it is done with.
+    workers: processes; 1: this one.
+    advance: is called with what the function calls its own with, perhaps
+      several times added up.
+
+  Raises:
+    Exception: what the function raised; the other processes are then ended.
+    ChildProcessError: a process was killed, as the system does where memory
+      is short.
+
+  Example:
+    >>> mapped(lambda x, advance: x * x, [2, 3], workers=1, advance=print)
+    [4, 9]
+  """
+  if min(workers, len(items)) <= 1:
+    return [function(item, advance) for item in items]
+  results, waiting = [None] * len(items), iter(enumerate(items))
+  with _processes(function, min(workers, len(items))) as processes:
+    working = {}  # Which item a process works on, by the pipe to it.
+
+    def hand_out(pipe):
+      working[pipe], item = next(waiting, (None, None))
+      if working[pipe] is None:
+        del working[pipe]
+      else:
+        pipe.send(item)
+
+    for pipe in processes:
+      hand_out(pipe)
+    while working:
+      for pipe in multiprocessing.connection.wait(list(working)):
+        try:
+          kind, value = pipe.recv()
+          if kind is _Done:
+            results[working[pipe]] = value
+            hand_out(pipe)
+        except (EOFError, ConnectionError):
+          processes[pipe].join()
+          raise ChildProcessError(
+            'a worker process was killed (exit code '
+            f'{processes[pipe].exitcode}), perhaps because memory was short; '
+            'use fewer workers'
+          ) from None
+        if kind is _Failed:
+          raise value
+        if kind is _Advanced:
+          advance(*value)
+  return results
+
+
+# What a process tells, each with a value.
+class _Advanced: ...
+
+
+class _Done: ...
+
+
+class _Failed: ...
+
+
+@contextlib.contextmanager
+def _processes(function, count) -> Iterator[dict]:
+  """Processes by the pipe to each; they are ended with the context."""
+  context = multiprocessing.get_context('spawn')
+  processes = {}
+  try:
+    with _interrupts_blocked():
+      for _ in range(count):
+        ours, theirs = context.Pipe()
+        process = context.Process(
+          target=_work, args=(function, theirs), daemon=True
+        )
+        process.start()
+        theirs.close()
+        processes[ours] = process
+    yield processes
+  finally:
+    for pipe, process in processes.items():
+      process.terminate()
+      process.join()
+      pipe.close()
+
+
+@contextlib.contextmanager
+def _interrupts_blocked():
+  """Processes that are started here never hear of Ctrl-C."""
+  before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+  try:
+    yield
+  finally:
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _work(function, pipe):
+  """What a process does: items come through the pipe until it is closed."""
+  with contextlib.suppress(EOFError, ConnectionError):
+    while True:
+      item = pipe.recv()
+      advance = _Reports(pipe)
+      try:
+        result = function(item, advance)
+      except ConnectionError:
+        raise
+      except Exception as error:
+        error.add_note(traceback.format_exc())
+        pipe.send((_Failed, error))
+        continue
+      advance.send()
+      pipe.send((_Done, result))
+
+
+class _Reports:
+  """Adds up what is done and tells it now and then."""
+
+  def __init__(self, pipe):
+    self._pipe, self._amounts, self._sent = pipe, 0, time.monotonic()
+
+  def __call__(self, *amounts):
+    self._amounts = np.add(self._amounts, amounts)
+    if time.monotonic() - self._sent > _SECONDS_BETWEEN_REPORTS:
+      self.send()
+
+  def send(self):
+    if np.any(self._amounts):
+      self._pipe.send((_Advanced, self._amounts.tolist()))
+    self._amounts, self._sent = 0, time.monotonic()
