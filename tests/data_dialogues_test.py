@@ -71,12 +71,16 @@ def encoded(example, tokenizer, template=None):
 
 
 def test_a_prompt_is_given_and_an_answer_ends_once(chat):
-  tokenizer, _ = chat(LLADA)
+  tokenizer, template = chat(LLADA)
   example = {'prompt': 'red <|head|>', 'answer': 'blue red', 'id': 3}
   assert encoded(example, tokenizer) == ([1, HEAD], [2, 1, EOS])
   # An end that is written out is not written twice; one inside stays.
   example['answer'] = 'blue <|eos|> red <|eos|>'
   assert encoded(example, tokenizer) == ([1, HEAD], [2, EOS, 1, EOS])
+  # A template writes messages only; its end of a turn is the end here too.
+  example['answer'] = 'blue <|eot_id|> red'
+  got = encoded(example, tokenizer, template)
+  assert got == ([1, HEAD], [2, EOT, 1, EOT])
   # Nothing may be given; and a vocabulary without EOS ends nothing.
   example = {'prompt': '', 'answer': 'ab'}
   assert encoded(example, character_tokenizer('ab')) == ([], [2, 3])

@@ -68,7 +68,8 @@ def encode(
   given = _ids(tokenizer, given, names[0])
   answer = _ids(tokenizer, answer, names[1])
   if end_id is not None:
-    answer = _ended(answer, end_id, cut=template is not None)
+    is_written = 'messages' in example and template is not None
+    answer = _ended(answer, end_id, cut=is_written)
   return np.concatenate([given, answer]).astype(np.int32), len(given)
 
 
