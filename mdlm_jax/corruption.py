@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from mdlm_jax import noise, schedules
-from mdlm_jax.checks import check_values
+from mdlm_jax.checks import check_integer, check_values
 
 
 class Corruption(NamedTuple):
@@ -81,6 +81,49 @@ def corrupt(
   return corrupt_with_noise(
     uniforms, clean_ids, schedule.masked(t), eligible, mask_id=mask_id
   )
+
+
+def random_lengths(
+  key: Key[Array, ''],
+  row_ids: Int[Array, 'B'],
+  length: int,
+  share: float,
+) -> Int[Array, 'B']:
+  """How many tokens each row keeps: a share of rows is cut at random.
+
+  With probability `share` a row keeps a uniform number of tokens, from 1 to L,
+  else all L (LLaDA, arXiv 2502.09992, section 2.2, has a share of 1 %). A model
+  trained on rows of one length has never seen a shorter canvas; what is cut off
+  is not valid. It is meant for rows that are windows of text: documents that
+  are packed or padded have many lengths as they are, and an answer would lose
+  its end.
+
+  Args:
+    key: consumed.
+    row_ids: ids of the rows within the global batch. Shape `[B]`.
+    length: tokens L of a row, at least 1.
+    share: of the rows that are cut, from 0 to 1.
+
+  Returns:
+    int32 from 1 to L. Shape `[B]`.
+
+  Raises:
+    ValueError: a number out of range.
+
+  Example:
+    >>> random_lengths(jax.random.key(0), jnp.arange(3), 8, 0.0).tolist()
+    [8, 8, 8]
+  """
+  check_integer('length', length, 1)
+  if not 0 <= share <= 1:
+    raise ValueError(f'{share=} must be from 0 to 1')
+
+  def kept(row_key):
+    cut_key, length_key = jax.random.split(row_key)
+    shorter = jax.random.randint(length_key, (), 1, length + 1)
+    return jnp.where(jax.random.bernoulli(cut_key, share), shorter, length)
+
+  return jax.vmap(kept)(noise.row_keys(key, row_ids))
 
 
 def corrupt_with_noise(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jax.experimental import checkify
 
 from mdlm_jax import schedules
-from mdlm_jax.corruption import corrupt, corrupt_with_noise
+from mdlm_jax.corruption import corrupt, corrupt_with_noise, random_lengths
 
 MASK = 99
 LINEAR = schedules.linear()
@@ -223,3 +223,34 @@ def test_recorded_noise_gives_the_corruption_of_llada(case):
     jnp.array(golden['mask_uniform']), clean_ids, t, answer, mask_id=126
   )
   np.testing.assert_array_equal(result.corrupted_ids, golden['noisy'])
+
+
+@functools.partial(jax.jit, static_argnames=('length', 'share'))
+def _lengths(seed, row_ids, length=5, share=0.3):
+  return random_lengths(jax.random.key(seed), row_ids, length, share)
+
+
+def test_a_share_of_rows_keeps_a_uniform_length():
+  num_rows = 100_000
+  kept = _lengths(0, jnp.arange(num_rows))
+  counts = np.bincount(kept, minlength=6)
+  assert counts[0] == 0 and len(counts) == 6
+  # A length below 5 has probability 0.3 / 5, the whole row the rest.
+  expected = num_rows * np.array([0.06] * 4 + [0.76])
+  # Chi-square with 4 degrees of freedom; false alarm 1 in 1,000.
+  assert np.sum((counts[1:] - expected) ** 2 / expected) < 18.47
+  # Of a row and the key alone.
+  np.testing.assert_array_equal(
+    _lengths(0, jnp.arange(num_rows)[::-1])[::-1], kept
+  )
+  assert (kept != _lengths(1, jnp.arange(num_rows))).mean() > 0.3
+
+
+def test_every_row_may_be_cut():
+  shares = np.bincount(_lengths(0, jnp.arange(6400), share=1.0)) / 6400
+  np.testing.assert_allclose(shares[1:], 0.2, atol=0.025)  # 5 standard errors.
+  for share in (-0.1, 1.1, float('nan')):
+    with pytest.raises(ValueError, match='share='):
+      random_lengths(jax.random.key(0), jnp.arange(2), 5, share)
+  with pytest.raises(ValueError, match='length=0'):
+    random_lengths(jax.random.key(0), jnp.arange(2), 0, 0.5)
