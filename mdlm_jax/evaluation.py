@@ -1,4 +1,7 @@
-"""Bounds of any number of rows and documents, on all devices, as a report."""
+"""Bounds of any number of rows and documents, as a report.
+
+Rows are spread over all devices of the process.
+"""
 
 import bz2
 import gzip
@@ -53,7 +56,7 @@ def row_batches(num_rows: int, batch_size: int) -> Int[np.ndarray, 'K B']:
   """
   check_integer('batch_size', batch_size, 1)
   size = min(batch_size, num_rows)
-  size += -size % jax.device_count()
+  size += -size % jax.local_device_count()
   rows = np.arange(num_rows + -num_rows % size) % num_rows
   return rows.reshape(-1, size)
 
@@ -65,12 +68,12 @@ def over_devices(batch: Any) -> Any:
 
 def on_every_device(arrays: Any) -> Any:
   """Parameters, keys: a copy on every device, where there are several."""
-  several = jax.device_count() > 1
+  several = jax.local_device_count() > 1
   return jax.device_put(arrays, _placed()) if several else arrays
 
 
 def _placed(*axes):
-  mesh = Mesh(np.array(jax.devices()), 'rows')
+  mesh = Mesh(np.array(jax.local_devices()), 'rows')
   return NamedSharding(mesh, PartitionSpec(*axes))
 
 
