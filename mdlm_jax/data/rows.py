@@ -97,8 +97,9 @@ def packed_rows(
   """Rows that documents share, none seeing the others; see `packing.pack`.
 
   Documents longer than a row are cut. Those with a prompt are not, for a piece
-  of the answer would stand without it: they are left out, and so are those that
-  are all given. `facts` has how many.
+  of the answer would stand without it: with more than one given token, which
+  may be BOS, they are left out, and so are those that are all given. `facts`
+  has how many.
 
   Args:
     documents: from which rows are made.
@@ -181,7 +182,7 @@ def _kept(documents, length, *, may_cut):
   all_given = num_given >= lengths
   too_long = ~all_given & (lengths > length)
   if may_cut:
-    too_long &= num_given > 0
+    too_long &= num_given > 1
   kept = np.where(all_given | too_long, 0, lengths)
   facts = {
     'documents': int(np.count_nonzero(kept)),
