@@ -177,6 +177,25 @@ def test_given_tokens_are_no_more_than_there_are():
     in_memory(4, 2, given=[1])
 
 
+def test_a_long_document_is_read_once(monkeypatch):
+  monkeypatch.setattr('mdlm_jax.data.rows._LONG', 9)
+  read = []
+
+  class Counted(DocumentsInMemory):
+    def ids_of(self, indices):
+      read.extend(indices)
+      return super().ids_of(indices)
+
+  documents = Counted(in_memory(9, 40, 10).ids, np.zeros(3, int))
+  rows = document_rows(documents, length=5, pad_id=PAD)
+  for _ in range(2):
+    taken = rows.take(np.arange(len(rows)))
+  np.testing.assert_array_equal(
+    taken['ids'][taken['valid']], np.concatenate(documents.ids)
+  )
+  assert sorted(read) == [0, 0, 0, 0, 1, 2]
+
+
 def test_batches_are_drawn_from_rows_of_documents():
   documents = in_memory(*range(1, 30))
   assert isinstance(documents, Documents)

@@ -10,6 +10,10 @@ from mdlm_jax.checks import check_integer
 from mdlm_jax.data import packing
 from mdlm_jax.data.documents import Documents
 
+# A document of more tokens is not read anew for every row that is a piece of
+# it: the latest ones stay in memory.
+_LONG, _MOST_LONG = 2**22, 4
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DocumentRows:
@@ -44,6 +48,20 @@ class DocumentRows:
   def _has_given(self):
     return bool(np.any(self.documents.num_given))
 
+  @functools.cached_property
+  def _long_text(self):
+    return functools.lru_cache(_MOST_LONG)(
+      lambda document: self.documents.ids_of(np.array([document]))[0]
+    )
+
+  def _texts(self, documents):
+    is_long = self.documents.lengths[documents] > _LONG
+    short_texts = iter(self.documents.ids_of(documents[~is_long]))
+    return [
+      self._long_text(document) if is_long else next(short_texts)
+      for document, is_long in zip(documents.tolist(), is_long, strict=True)
+    ]
+
   def take(self, indices: Int[np.ndarray, 'B']) -> dict[str, np.ndarray]:
     """Some rows, `[B, L]` each.
 
@@ -66,7 +84,7 @@ class DocumentRows:
     slots = np.arange(plan.row_length)
     held = slots < sizes
     ids = np.full(held.shape, self.pad_id, np.int32)
-    texts = self.documents.ids_of(documents)
+    texts = self._texts(documents)
     ids[held] = np.concatenate(
       [t[s : s + n] for t, s, n in zip(texts, starts, lengths, strict=True)]
     )
