@@ -29,6 +29,7 @@ import os
 import pathlib
 import shutil
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -269,8 +270,7 @@ def _reading():
 def _orbax(*, alone=False):
   """Orbax with JSON for all that is no array, and without its many words.
 
-  What goes wrong is raised; each of its threads also logs it, and those that
-  are still at work then find their loop closed.
+  What goes wrong is raised; each of its threads also logs it.
   """
   registry = ocp.handlers.local_registry()
   registry.add(ocp.handlers.JsonHandler, checkpointable_name=_RUN)
@@ -284,12 +284,18 @@ def _orbax(*, alone=False):
   for logger in loggers:
     logger.setLevel(logging.CRITICAL)
   sys.unraisablehook = lambda _: None
+  threads = set(threading.enumerate())
   try:
     with (
       context,
       warnings.catch_warnings(action='ignore', category=RuntimeWarning),
     ):
       yield
+  except Exception:
+    # The other threads are still at work, and fail like the first.
+    for thread in set(threading.enumerate()) - threads:
+      thread.join(timeout=10)
+    raise
   finally:
     sys.unraisablehook = hook
     for logger, level in zip(loggers, levels):

@@ -18,6 +18,11 @@ from mdlm_jax import checkpoints, training
 from mdlm_jax.data.batches import batches
 from mdlm_jax.data.windows import every_window
 
+# Threads of Orbax that read a damaged file end after the call has.
+pytestmark = pytest.mark.filterwarnings(
+  'ignore::pytest.PytestUnraisableExceptionWarning'
+)
+
 SETTINGS = {'config': {'steps': 3, 'nested': {'a': 1.5}}, 'tokenizer': 'é' * 9}
 
 
