@@ -14,15 +14,17 @@ from jaxtyping import ArrayLike, Int
 
 from mdlm_jax.vocab import Vocab
 
-_PAD, _MASK = '[PAD]', '[MASK]'
+_PAD, _MASK, _EOS = '[PAD]', '[MASK]', '[EOS]'
+_EOS_ID = 2  # Where there is one.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tokenizer:
   """Text to ids and back; `decode(encode(text)) == text` exactly.
 
-  Id 0 is [PAD] and 1 is [MASK]. Both are entries of the vocabulary and no
-  added tokens, so that no text encodes to them, '[MASK]' included.
+  Id 0 is [PAD], 1 is [MASK] and 2 may be [EOS], the end of a document. They are
+  entries of the vocabulary and no added tokens, so that no text encodes to
+  them, '[MASK]' included.
 
   Attributes:
     backend: a `tokenizers.Tokenizer` made by `character_tokenizer` or
@@ -40,14 +42,16 @@ class Tokenizer:
   def vocab(self) -> Vocab:
     """The vocabulary's size and roles."""
     size = self.backend.get_vocab_size()
-    return Vocab(size=size, mask_id=1, pad_id=0)
+    has_eos = self.backend.id_to_token(_EOS_ID) == _EOS
+    eos_ids = (_EOS_ID,) if has_eos else ()
+    return Vocab(size=size, mask_id=1, pad_id=0, eos_ids=eos_ids)
 
   @functools.cached_property
   def alphabet(self) -> frozenset[str] | None:
     """The known characters; None where every text can be encoded."""
     if isinstance(self.backend.model, tokenizers.models.BPE):
       return None
-    return frozenset(self.backend.get_vocab()) - {_PAD, _MASK}
+    return frozenset(self.backend.get_vocab()) - {_PAD, _MASK, _EOS}
 
   def encode(self, text: str) -> Int[np.ndarray, 'n']:
     """Ids of a text, int32.
@@ -62,8 +66,10 @@ class Tokenizer:
         f'unknown characters {names}; the vocabulary has '
         f'{len(self.alphabet)} characters'
       )
-    if any('\ud800' <= character <= '\udfff' for character in text):
-      raise ValueError('the text holds bytes that are not UTF-8')
+    try:
+      text.encode('utf-8')
+    except UnicodeEncodeError:  # Surrogates stand for such bytes.
+      raise ValueError('the text holds bytes that are not UTF-8') from None
     if self.alphabet is not None:
       points, ids = self._ids_of_points
       return ids[np.searchsorted(points, _code_points(text))]
@@ -80,12 +86,13 @@ class Tokenizer:
   def decode(
     self, ids: Sequence[int] | Int[ArrayLike, 'n'], *, mask: str = ''
   ) -> str:
-    """Text of ids; PAD is left out, MASK is written as `mask`.
+    """Text of ids; PAD and EOS are left out, MASK is written as `mask`.
 
     Bytes that are not UTF-8, which a model may generate, become U+FFFD.
     """
-    pad_id, mask_id = self.vocab.pad_id, self.vocab.mask_id
-    kept = (i for i in np.asarray(ids).tolist() if i != pad_id)
+    mask_id = self.vocab.mask_id
+    left_out = {self.vocab.pad_id, *self.vocab.eos_ids}
+    kept = (i for i in np.asarray(ids).tolist() if i not in left_out)
     return ''.join(
       mask * len(list(run)) if masked else self.backend.decode(list(run))
       for masked, run in itertools.groupby(kept, mask_id.__eq__)
@@ -118,13 +125,22 @@ class Tokenizer:
     return cls(backend)
 
 
+def _roles(eos):
+  return [_PAD, _MASK, _EOS] if eos else [_PAD, _MASK]
+
+
 def _code_points(text):
   return np.frombuffer(text.encode('utf-32-le'), np.uint32)
 
 
-def character_tokenizer(text: str) -> Tokenizer:
-  """One token per character of `text`, in code-point order from id 2."""
-  symbols = [_PAD, _MASK, *sorted(set(text))]
+def character_tokenizer(text: str, *, eos: bool = False) -> Tokenizer:
+  """One token per character of `text`, in code-point order after the roles.
+
+  Args:
+    text: holds every character.
+    eos: whether there is an [EOS].
+  """
+  symbols = [*_roles(eos), *sorted(set(text))]
   model = tokenizers.models.WordLevel({s: i for i, s in enumerate(symbols)})
   backend = tokenizers.Tokenizer(model)
   backend.pre_tokenizer = tokenizers.pre_tokenizers.Split(
@@ -134,19 +150,24 @@ def character_tokenizer(text: str) -> Tokenizer:
   return Tokenizer(backend)
 
 
-def train_bpe(texts: Sequence[str], vocab_size: int) -> Tokenizer:
+def train_bpe(
+  texts: Sequence[str], vocab_size: int, *, eos: bool = False
+) -> Tokenizer:
   """Byte-level byte-pair encoding, learned from `texts`.
 
   Args:
     texts: the training texts.
-    vocab_size: all ids: [PAD], [MASK], 256 bytes and the merges.
+    vocab_size: all ids: [PAD], [MASK], perhaps [EOS], 256 bytes and the merges.
+    eos: whether there is an [EOS].
 
   Raises:
     ValueError: no room for the bytes, or texts too small for so many merges.
   """
-  if vocab_size < 258:
+  roles = _roles(eos)
+  least = len(roles) + 256
+  if vocab_size < least:
     raise ValueError(
-      f'{vocab_size=} must be at least 258: PAD, MASK, 256 bytes'
+      f'{vocab_size=} must be at least {least}: {", ".join(roles)}, 256 bytes'
     )
   backend = tokenizers.Tokenizer(tokenizers.models.BPE())
   byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -154,7 +175,7 @@ def train_bpe(texts: Sequence[str], vocab_size: int) -> Tokenizer:
   backend.decoder = tokenizers.decoders.ByteLevel()
   trainer = tokenizers.trainers.BpeTrainer(
     vocab_size=vocab_size,
-    special_tokens=[_PAD, _MASK],
+    special_tokens=roles,
     initial_alphabet=byte_level.alphabet(),
     show_progress=False,
   )
@@ -164,6 +185,6 @@ def train_bpe(texts: Sequence[str], vocab_size: int) -> Tokenizer:
       f'the text gives {backend.get_vocab_size()} byte-pair tokens at most, '
       f'fewer than {vocab_size=}; choose fewer, or single characters'
     )
-  # The trainer made [PAD] and [MASK] added tokens, which text can contain.
+  # The trainer made the roles added tokens, which text can contain.
   content = json.loads(backend.to_str())
   return Tokenizer.from_json(json.dumps({**content, 'added_tokens': []}))

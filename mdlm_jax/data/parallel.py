@@ -3,6 +3,7 @@
 import contextlib
 import multiprocessing
 import multiprocessing.connection
+import os
 import signal
 import time
 import traceback
@@ -127,20 +128,21 @@ def _interrupts_blocked():
 
 def _work(function, pipe):
   """What a process does: items come through the pipe until it is closed."""
-  with contextlib.suppress(EOFError, ConnectionError):
+  try:
     while True:
-      item = pipe.recv()
-      advance = _Reports(pipe)
+      item, advance = pipe.recv(), _Reports(pipe)
       try:
         result = function(item, advance)
+        advance.send()
       except ConnectionError:
         raise
       except Exception as error:
         error.add_note(traceback.format_exc())
         pipe.send((_Failed, error))
-        continue
-      advance.send()
-      pipe.send((_Done, result))
+      else:
+        pipe.send((_Done, result))
+  except (EOFError, ConnectionError):
+    os._exit(1)  # At once: there is nobody left to work for.
 
 
 class _Reports:

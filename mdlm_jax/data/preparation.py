@@ -32,6 +32,7 @@ from mdlm_jax.tokenizer import Tokenizer, character_tokenizer, train_bpe
 
 AnyTokenizer = Tokenizer | hub_tokenizer.HubTokenizer
 
+_FILES = 'files', 'validation_files'  # Of `prepared.PARTS`.
 _UNITS = 'units'  # What is known of finished units, until all are.
 _MOST_NAMED = 5  # Documents of each reason to leave some out.
 # A 128th part of all files is a unit, within these bounds.
@@ -162,14 +163,15 @@ def prepare(
     most_bytes = settings.shard_bytes or _unit_bytes(
       [*files, *validation_files]
     )
+    made_of = _made_how(settings, most_bytes, tokenizer, template)
+    _check_same(directory, begun, made_of)  # Before all files are read.
     scans = [
       run('reading', functools.partial(_scan, settings, most_bytes), paths)
       for paths in (files, validation_files)
     ]
-    made_of = _made_of(settings, most_bytes, scans, tokenizer, template)
-    if begun is not None:
-      _check_same(directory, begun, made_of)
-      made_of = begun  # Its paths are those of the first call.
+    made_of |= _made_from(scans)
+    _check_same(directory, begun, made_of)
+    made_of = begun or made_of  # Its paths are those of the first call.
     if not (directory / prepared.RECORD).exists():
       prepared.write_json(directory / prepared.UNFINISHED, made_of)
       units = _units(scans, most_bytes)
@@ -205,8 +207,8 @@ def text_encoder(
     raise ValueError('bos=True, but the vocabulary has no BOS')
   if eos and not vocab.eos_ids:
     raise ValueError('eos=True, but the vocabulary has no EOS')
-  begin = [vocab.bos_id] if bos else []
-  end = list(vocab.eos_ids[:1]) if eos in (True, None) else []
+  begin = np.array([vocab.bos_id] if bos else [], np.int32)
+  end = np.array([] if eos is False else vocab.eos_ids[:1], np.int32)
   return functools.partial(_encode_text, tokenizer, begin, end)
 
 
@@ -214,7 +216,7 @@ def _encode_text(tokenizer, begin, end, text):
   ids = tokenizer.encode(text)
   if not len(ids):  # Nothing, and not only its end.
     return ids, 0
-  return np.concatenate([begin, ids, end]).astype(np.int32), len(begin)
+  return np.concatenate([begin, ids, end]), len(begin)
 
 
 def _encoder(settings, tokenizer, template):
@@ -275,12 +277,20 @@ def _check_together(settings, validation_files, tokenizer, template):
     raise ValueError('either a tokenizer or bpe_vocab_size, not both')
   else:  # Now, not after hours.
     _encoder(settings, tokenizer, template)
+    largest = max(tokenizer.backend.get_vocab(with_added_tokens=True).values())
+    if largest >= tokenizer.vocab.size:
+      raise ValueError(
+        f'the tokenizer has the id {largest}, beyond the vocabulary of '
+        f'{tokenizer.vocab.size}'
+      )
 
 
 @contextlib.contextmanager
 def _alone(directory) -> Iterator[pathlib.Path]:
   """Makes a directory, which is this process's as long as the context is."""
   directory = pathlib.Path(directory)
+  if directory.exists() and not directory.is_dir():
+    raise NotADirectoryError(f'{directory} is no directory')
   directory.mkdir(parents=True, exist_ok=True)
   handle = os.open(directory, os.O_RDONLY)
   try:
@@ -363,12 +373,9 @@ def _units(scans, most_bytes):
   return units
 
 
-def _made_of(settings, most_bytes, scans, tokenizer, template):
-  """What a directory is compared by, as JSON holds it."""
-  training, validation = ([scan.told for scan in part] for part in scans)
+def _made_how(settings, most_bytes, tokenizer, template):
+  """What a directory is compared by but for the files, as JSON holds it."""
   told = {
-    'files': training,
-    'validation_files': validation,
     'settings': dataclasses.asdict(settings) | {'shard_bytes': most_bytes},
     'tokenizer': tokenizer
     and {
@@ -385,25 +392,21 @@ def _made_of(settings, most_bytes, scans, tokenizer, template):
   return json.loads(json.dumps(told))
 
 
+def _made_from(scans):
+  return {
+    name: [scan.told for scan in scans_of_part]
+    for name, scans_of_part in zip(_FILES, scans, strict=True)
+  }
+
+
 def _sha256(text):
   return hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()
 
 
 def _check_same(directory, before, now):
   """ValueError with the first difference that changes what is written."""
-  for name in ('files', 'validation_files'):
-    old, new = before[name], now[name]
-    if len(old) != len(new):
-      raise ValueError(
-        f'{directory} was prepared from {len(old)} {name}, not {len(new)}'
-      )
-    for one, other in zip(old, new, strict=True):
-      if (one['bytes'], one['sha256']) != (other['bytes'], other['sha256']):
-        raise ValueError(
-          f'{directory} was prepared from another {other["path"]}: '
-          f'{one["path"]}, {one["bytes"]} bytes, SHA-256 {one["sha256"][:12]}, '
-          f'not {other["bytes"]} bytes, {other["sha256"][:12]}'
-        )
+  if before is None:
+    return
   for name in ('settings', 'versions'):
     for key, value in now[name].items():
       if before[name].get(key) != value:
@@ -416,6 +419,23 @@ def _check_same(directory, before, now):
       raise ValueError(
         f'{directory} was prepared with another {name.split("_")[0]}: '
         f'{before[name]}, not {now[name]}'
+      )
+  for name in _FILES:
+    if name in now:
+      _check_same_files(directory, name, before[name], now[name])
+
+
+def _check_same_files(directory, name, before, now):
+  if len(before) != len(now):
+    raise ValueError(
+      f'{directory} was prepared from {len(before)} {name}, not {len(now)}'
+    )
+  for old, new in zip(before, now, strict=True):
+    if (old['bytes'], old['sha256']) != (new['bytes'], new['sha256']):
+      raise ValueError(
+        f'{directory} was prepared from another {new["path"]}: {old["path"]} '
+        f'of {old["bytes"]} bytes, SHA-256 {old["sha256"][:12]}, not '
+        f'{new["bytes"]} bytes, {new["sha256"][:12]}'
       )
 
 
@@ -441,16 +461,20 @@ def _kept(directory, tokenizer, units, settings, run):
 
 
 def _learned(units, settings, run):
+  eos = settings.eos is not False
   if not settings.bpe_vocab_size:
     function = functools.partial(_characters_of, settings)
     characters = run('collecting characters', function, units)
-    return character_tokenizer(''.join(sorted(set().union(*characters))))
+    alphabet = ''.join(sorted(set().union(*characters)))
+    return character_tokenizer(alphabet, eos=eos)
   units = [unit for unit in units if unit.part == 'training']
   function = functools.partial(
     _beginning_of, settings, max(settings.learn_bytes // len(units), 1)
   )
   texts = run('learning byte pairs', function, units)
-  return train_bpe(list(itertools.chain(*texts)), settings.bpe_vocab_size)
+  return train_bpe(
+    list(itertools.chain(*texts)), settings.bpe_vocab_size, eos=eos
+  )
 
 
 def _characters_of(settings, unit, advance):
@@ -506,11 +530,17 @@ def _finish_unit(directory, encode, vocab, settings, unit, advance):
   writers, text_bytes, left_out = {}, {}, {}
   for part, document in _documents_of(unit, settings):
     size = readers.text_bytes(document.content)
-    ids, num_given, reason = _encoded(encode, document, vocab, settings)
-    advance(size, 1, 0 if reason else len(ids))
+    try:
+      ids, num_given = encode(document.content)
+      reason, name = _fault(ids, vocab), document.name
+    except ValueError as error:
+      if settings.field is None:
+        raise ValueError(f'{document.name}: {error}') from None
+      ids, reason, name = (), 'cannot be encoded', f'{document.name}: {error}'
+    advance(size, 1, len(ids))
     if reason:
       told = left_out.setdefault(reason, {'documents': 0, 'first': []})
-      _add(told, 1, [document.name])
+      _add(told, 1, [name])
       continue
     if part not in writers:
       path = directory / part / f'{unit.number:05}.arrayrecord'
@@ -536,23 +566,11 @@ def _add(told, documents, names):
   told['first'] = (told['first'] + names)[:_MOST_NAMED]
 
 
-def _encoded(encode, document, vocab, settings):
-  """Ids, how many are given, and why the document is left out, if it is."""
-  try:
-    ids, num_given = encode(document.content)
-  except ValueError as error:
-    if settings.field is None:
-      raise ValueError(f'{document.name}: {error}') from None
-    return (), 0, f'cannot be encoded ({error})'
+def _fault(ids, vocab):
+  """Why a document is left out; '' if it is not."""
   if not len(ids):
-    return ids, 0, 'hold no token'
-  if ids.max() >= vocab.size:
-    raise ValueError(
-      f'{document.name}: the tokenizer gives the id {ids.max()}, beyond the '
-      f'vocabulary of {vocab.size}'
-    )
-  reason = 'hold MASK' if (ids == vocab.mask_id).any() else ''
-  return ids, num_given, reason
+    return 'hold no token'
+  return 'hold MASK' if (ids == vocab.mask_id).any() else ''
 
 
 def _record(directory, units, made_of, tokenizer):

@@ -206,7 +206,8 @@ def _read_lines(path, field, start):
         number, offset = number + 1, offset + len(line)
         if line.strip():
           name = f'{path}, line {number}'
-          yield name, _object(line, name), begin, Position(number, offset)
+          content = _object(line.rstrip(b'\r\n'), name)
+          yield name, content, begin, Position(number, offset)
   except (EOFError, gzip.BadGzipFile, zlib.error) as error:
     raise ValueError(f'{path} is no whole gzip file: {error}') from None
 
@@ -277,8 +278,6 @@ def _read_records(path, field, start):
         yield name, content, Position(number, number), end
   except RuntimeError as error:  # The library raises nothing more specific.
     raise ValueError(f'{path} is damaged: {error}') from None
-  finally:
-    reader.close()
 
 
 def _decoded(content, name):
@@ -296,7 +295,8 @@ def _object(content, name):
   try:
     value = json.loads(text)
   except (ValueError, RecursionError) as error:
-    raise ValueError(f'{name} is no JSON object: {error}') from None
+    told = str(error).replace(': line 1 column', ': column')  # Its only line.
+    raise ValueError(f'{name} is no JSON object: {told}') from None
   if not isinstance(value, dict):
     raise ValueError(f'{name} must be an object, not {_short(value)}')
   return value

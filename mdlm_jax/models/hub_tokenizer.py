@@ -114,8 +114,14 @@ class HubTokenizer:
     """Ids of a text, int32, without the tokens that begin or end a sequence.
 
     A special token that is written out in the text becomes its id.
+
+    Raises:
+      ValueError: the text holds bytes that are not UTF-8.
     """
-    ids = self.backend.encode(text, add_special_tokens=False).ids
+    try:
+      ids = self.backend.encode(text, add_special_tokens=False).ids
+    except TypeError:  # Of surrogates, which stand for such bytes.
+      raise ValueError('the text holds bytes that are not UTF-8') from None
     return np.array(ids, np.int32)
 
   def decode(
