@@ -1,10 +1,12 @@
 """Plans of rows: nothing lost, nothing twice, little wasted."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mdlm_jax import noise
 from mdlm_jax.data.packing import one_piece_a_row, pack
 
 LENGTHS = st.lists(st.integers(0, 25), max_size=30).map(np.array)
@@ -96,6 +98,15 @@ def test_a_plan_never_changes():
   packing = pack(np.arange(13), row_length=16, seed=3)
   documents = [[d for d, *_ in row] for row in rows_of(packing)]
   assert documents == [[12, 2], [9, 7], [11, 3, 1], [10, 6], [8, 5], [4]]
+
+
+def test_as_many_documents_as_a_row_may_have_share_no_noise():
+  segments, positions = jnp.meshgrid(
+    jnp.arange(4096), jnp.array([0, 1, 2**20 - 1])
+  )
+  keyed = noise.packed_positions(positions, segments)
+  # As 32 bits, which a sign does not change.
+  assert len(np.unique(keyed)) == keyed.size
 
 
 def test_what_cannot_be_packed_is_refused():
