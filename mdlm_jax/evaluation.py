@@ -7,7 +7,7 @@ import bz2
 import gzip
 import lzma
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -316,6 +316,68 @@ def evaluate_documents(
   }
 
 
+def evaluate_rows(
+  model: Pretrained,
+  rows: Mapping[str, np.ndarray],
+  *,
+  num_calls: int = 4,
+  num_replicates: int = 2,
+  batch_size: int = 64,
+  seed: int = 0,
+  on_progress: Callable[[int, int], object] | None = None,
+) -> dict:
+  """The bound on the tokens of rows that are not given, as a report.
+
+  Args:
+    model: the network.
+    rows: `ids`, `valid` and perhaps `given` of rows, `[N, L]` each, see
+      `data.batches.Rows`; documents that share a row are not told apart.
+    num_calls: as in `evaluate_documents`.
+    num_replicates: as in `evaluate_documents`.
+    batch_size: rows per network call.
+    seed: of all noise.
+    on_progress: as in `row_bounds`.
+
+  Returns:
+    The bound in nats per token with its standard error, and what it was
+    measured on. JSON can hold it.
+
+  Raises:
+    ValueError: as `row_bounds`; a token that cannot be drawn.
+  """
+  scored = rows['valid'] & ~rows.get('given', False)
+  bounds = row_bounds(
+    model.denoiser,
+    model.params,
+    jax.random.key(seed),
+    rows['ids'],
+    rows['valid'],
+    scored,
+    vocab=model.vocab,
+    estimator=bound_estimators.exact_count(num_calls),
+    num_replicates=num_replicates,
+    schedule=model.bound_schedule,
+    batch_size=batch_size,
+    on_progress=on_progress,
+  )
+  nats, error = bounds.nats.sum(), np.sqrt(np.sum(bounds.standard_error**2))
+  if np.isinf(nats):
+    raise ValueError('the network gave a token of the rows probability 0')
+  num_tokens = int(scored.sum())
+  return {
+    'nats_per_token': float(nats / num_tokens),
+    'nats_per_token_standard_error': float(error / num_tokens),
+    'perplexity': float(np.exp(nats / num_tokens)),
+    'num_tokens': num_tokens,
+    'num_rows': len(scored),
+    'dtype': model.config.dtype,
+    'estimator': 'exact_count',
+    'num_calls': num_calls,
+    'num_replicates': num_replicates,
+    'seed': seed,
+  }
+
+
 def compressed_bits_per_character(text: str) -> dict[str, float]:
   """What general compressors need for a text, at their best.
 
@@ -336,15 +398,23 @@ def compressed_bits_per_character(text: str) -> dict[str, float]:
 
 
 def summary(report: dict) -> str:
-  """Lines for a person: the bound beside entropies and compressors."""
-  lines = [
-    f'text ({report["num_characters"]:,} characters): at most '
-    f'{report["nats_per_token"]:.4f} +- '
+  """Lines for a person: the bound, of a text beside what compressors do."""
+  bound = (
+    f'at most {report["nats_per_token"]:.4f} +- '
     f'{report["nats_per_token_standard_error"]:.4f} nats per token '
-    f'(perplexity {report["perplexity"]:.2f}), '
+    f'(perplexity {report["perplexity"]:.2f})'
+  )
+  error = '(+- one standard error of the masks)'
+  if 'num_characters' not in report:
+    return (
+      f'{report["num_rows"]:,} rows ({report["num_tokens"]:,} tokens): {bound} '
+      f'{error}'
+    )
+  lines = [
+    f'text ({report["num_characters"]:,} characters): {bound}, '
     f'{report["bits_per_character"]:.4f} +- '
     f'{report["bits_per_character_standard_error"]:.4f} bits per character '
-    '(+- one standard error of the masks)',
+    f'{error}',
     'the same text compressed: '
     + ', '.join(
       f'{name} {bits:.3f}'

@@ -18,6 +18,7 @@ def defaults() -> ConfigDict:
   config.seed = 0  # Of the parameters, the order of the data and all noise.
   config.steps = 1000  # Updates; the learning rate falls to 0 over them.
   config.init_from = ''  # Directory of a model to go on from; '': a fresh one.
+  config.init_mask_id = placeholder(int)  # Its MASK, where its files name none.
 
   config.data = data = ConfigDict()
   data.prepared = ''  # Directory of scripts/prepare_data.py; '': text files.
@@ -53,6 +54,8 @@ def defaults() -> ConfigDict:
   config.adapters = adapters = ConfigDict()  # LoRA, of a model of init_from.
   adapters.rank = 0  # Of every adapter; 0: all parameters are trained.
   adapters.alpha = 16.0  # They are scaled by alpha / rank.
+  adapters.targets = ()  # Names of matrices such as 'query'; (): all of them.
+  adapters.int8 = False  # Whether the matrices beside them have eight bits.
 
   config.optimizer = optimizer = ConfigDict()
   optimizer.muon_learning_rate = 0.04  # On matrices; 0: AdamW on all.
@@ -164,6 +167,11 @@ def _check_together(config):
       f'config.data.answer_multiple={data.answer_multiple} is of '
       "config.data.rows='examples'"
     )
+  if data.random_length_share and data.rows == 'examples':
+    raise ValueError(
+      f'config.data.random_length_share={data.random_length_share} would cut '
+      "the ends of answers off; it is not of config.data.rows='examples'"
+    )
   fresh = defaults()
   for part, names, needed in (
     ('data', _TEXT_FIELDS if prepared else (), 'text files'),
@@ -174,8 +182,12 @@ def _check_together(config):
         raise ValueError(
           f'config.{part}.{name}={config[part][name]!r} is of {needed}'
         )
-  if config.adapters.rank and not config.init_from:
-    raise ValueError(
-      f'config.adapters.rank={config.adapters.rank} needs config.init_from, '
-      'the model that they are added to'
-    )
+  starts, rank = config.init_from, config.adapters.rank
+  for name, value, needed, is_there in (
+    ('init_mask_id', config.init_mask_id, 'init_from', starts),
+    ('adapters.rank', rank, 'init_from', starts),
+    ('adapters.int8', config.adapters.int8, 'adapters.rank', rank),
+    ('adapters.targets', config.adapters.targets, 'adapters.rank', rank),
+  ):
+    if value and not is_there:
+      raise ValueError(f'config.{name}={value!r} needs config.{needed}')

@@ -1,17 +1,19 @@
 """What a training run learns from and is evaluated on, from its config."""
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 from ml_collections import ConfigDict
 
 from mdlm_jax import evaluation, ngrams
+from mdlm_jax.data import rows
 from mdlm_jax.data.batches import Rows
 from mdlm_jax.data.corpus import corpus_digest, corpus_of, corpus_tokenizer
+from mdlm_jax.data.prepared import open_prepared
 from mdlm_jax.data.windows import training_windows
-from mdlm_jax.models.hub_tokenizer import HubTokenizer
-from mdlm_jax.models.pretrained import Pretrained
-from mdlm_jax.tokenizer import Tokenizer
+from mdlm_jax.models.pretrained import Pretrained, TextCodec
 
 
 class RunData(NamedTuple):
@@ -22,17 +24,17 @@ class RunData(NamedTuple):
     tokenizer: text to ids.
     facts: what is saved beside the model, as JSON; `corpus_sha256` is compared
       when a run goes on.
-    evaluate: `evaluate(model) -> report` on held-out text.
+    evaluate: `evaluate(model) -> report` on what is held out; None: nothing is.
   """
 
   rows: Rows
-  tokenizer: Tokenizer | HubTokenizer
+  tokenizer: TextCodec
   facts: dict
-  evaluate: Callable[[Pretrained], dict]
+  evaluate: Callable[[Pretrained], dict] | None
 
 
 def text_data(
-  config: ConfigDict, tokenizer: Tokenizer | HubTokenizer | None = None
+  config: ConfigDict, tokenizer: TextCodec | None = None
 ) -> RunData:
   """Windows of text files.
 
@@ -70,4 +72,66 @@ def text_data(
       ),
     },
     evaluate,
+  )
+
+
+def prepared_data(
+  config: ConfigDict, model_tokenizer: TextCodec | None = None
+) -> RunData:
+  """Rows of prepared documents.
+
+  Args:
+    config: of the run.
+    model_tokenizer: of the model that the run goes on from; None: it is fresh.
+
+  Raises:
+    ValueError, OSError: as `prepared.open_prepared` and the functions of
+      `rows`; documents of another vocabulary than the model's.
+  """
+  directory, settings = config.data.prepared, config.data
+  prepared = open_prepared(directory)
+  vocab = prepared.vocab
+  if model_tokenizer is not None and model_tokenizer.vocab != vocab:
+    raise ValueError(
+      f'{directory} has {vocab}, {config.init_from} has {model_tokenizer.vocab}'
+    )
+  # PAD is never seen; a vocabulary need not have one.
+  options = {
+    'length': settings.length,
+    'pad_id': vocab.mask_id if vocab.pad_id is None else vocab.pad_id,
+  }
+  if settings.rows == 'examples':
+    rows_of = functools.partial(
+      rows.example_rows,
+      eos_id=next(iter(vocab.eos_ids), None),
+      answer_multiple=settings.answer_multiple,
+      **options,
+    )
+  else:
+    rows_of = functools.partial(rows.document_rows, **options)
+  if settings.rows == 'packed':
+    training = rows.packed_rows(prepared.training, seed=config.seed, **options)
+  else:
+    training = rows_of(prepared.training)
+
+  evaluate = None
+  if len(prepared.validation):
+    evaluate = functools.partial(
+      _evaluate_rows, config, rows_of(prepared.validation)
+    )
+  return RunData(
+    training,
+    prepared.tokenizer,
+    {'corpus_sha256': prepared.digest, 'rows': training.facts},
+    evaluate,
+  )
+
+
+def _evaluate_rows(config, held_out, model):
+  some = np.arange(min(len(held_out), config.evaluation.most_rows))
+  return evaluation.evaluate_rows(
+    model,
+    held_out.take(some),
+    num_replicates=config.evaluation.num_replicates,
+    batch_size=config.evaluation.batch_size,
   )

@@ -15,7 +15,7 @@ import pathlib
 import signal
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import optax
@@ -32,6 +32,7 @@ from mdlm_jax import (
   provenance,
   run_config,
   run_data,
+  run_model,
   schedules,
   time_draws,
   training,
@@ -49,8 +50,7 @@ class Run(NamedTuple):
   Attributes:
     mesh: all devices.
     data: what is learned from.
-    model: shape of the network.
-    init: `init() -> params`, before the first step, in their places.
+    model: the network.
     optimizer: an optax transformation.
     make_step: `make_step(state_sharding=...) -> step`, see
       `training.train_step`.
@@ -59,32 +59,41 @@ class Run(NamedTuple):
 
   mesh: jax.sharding.Mesh
   data: run_data.RunData
-  model: transformer.TransformerConfig
-  init: Callable[[], Any]
+  model: run_model.RunModel
   optimizer: optax.GradientTransformation
   make_step: Callable
   train_key: jax.Array
 
 
 def prepare(config: ConfigDict) -> Run:
-  """Reads and checks everything; writes and compiles nothing.
+  """Reads and checks everything; writes nothing and compiles no step.
 
   Args:
     config: of `run_config.defaults`, with other values.
 
   Raises:
-    ValueError, OSError: the first mistake in the config or in its texts.
+    ValueError, OSError: the first mistake in the config or in its files.
   """
   try:
     run_config.check(config)
     mesh = placement.mesh(**config.mesh)
-    data = run_data.text_data(config)
-    model = transformer.TransformerConfig(
-      vocab_size=data.tokenizer.vocab.size,
-      max_length=config.data.length,
-      **config.model,
+    loaded = run_model.load(config, mesh) if config.init_from else None
+    make_data = (
+      run_data.prepared_data if config.data.prepared else run_data.text_data
     )
-    return assemble(config, mesh, data, model)
+    data = make_data(config, loaded and loaded.tokenizer)
+    if loaded is None:
+      shape = transformer.TransformerConfig(
+        vocab_size=data.tokenizer.vocab.size,
+        max_length=config.data.length,
+        **config.model,
+      )
+      make_model = functools.partial(run_model.fresh_model, shape, mesh)
+    else:
+      make_model = functools.partial(
+        run_model.loaded_model, config, mesh, loaded
+      )
+    return assemble(config, mesh, data, make_model)
   except (AttributeError, TypeError) as error:
     raise ValueError(f'a field of the config is wrong: {error}') from error
 
@@ -93,27 +102,41 @@ def assemble(
   config: ConfigDict,
   mesh: jax.sharding.Mesh,
   data: run_data.RunData,
-  model: transformer.TransformerConfig,
+  make_model: Callable[[jax.Array], run_model.RunModel],
 ) -> Run:
-  """A run of a fresh model on some data.
+  """A run of some model on some data.
+
+  Args:
+    config: of the run.
+    mesh: all devices.
+    data: what is learned from.
+    make_model: `make_model(key) -> model`; the key is of what is random in it.
 
   Raises:
     ValueError: a mistake in what the config says of the model, the optimizer,
       the loss or the devices.
   """
-  if model.time_conditioning and model.attention_block is not None:
+  init_key, train_key = jax.random.split(jax.random.key(config.seed))
+  model = make_model(init_key)
+  shape = model.config
+  if shape.time_conditioning and shape.attention_block is not None:
     # One pass tells the clean blocks level 0, a sampler all of them one level.
     raise ValueError('attention_block cannot be used with time_conditioning')
+  if shape.attention_block is not None and config.data.rows == 'packed':
+    raise ValueError(
+      "config.data.rows='packed' cannot be used with attention_block: packed "
+      'documents have no noise level by block'
+    )
   batch_size, parts = config.data.batch_size, config.accumulation
   if parts < 1 or batch_size % parts:
     raise ValueError(
       f'config.accumulation={parts} must divide config.data.{batch_size=}'
     )
-  placement.check(mesh, model, batch_size // parts)
+  placement.check(mesh, shape, batch_size // parts)
   optimizer = optimizers.make_optimizer(steps=config.steps, **config.optimizer)
   make_step = functools.partial(
     training.train_step,
-    transformer.denoiser(model, remat=config.remat),
+    transformer.denoiser(shape, remat=config.remat),
     optimizer,
     vocab=data.tokenizer.vocab,
     ema_decay=config.ema_decay,
@@ -123,17 +146,12 @@ def assemble(
     t_min=config.loss.t_min,
     t_max=config.loss.t_max,
     weight_power=config.loss.weight_power,
-    accumulation=config.accumulation,
+    random_length_share=config.data.get('random_length_share', 0.0),
+    accumulation=parts,
+    join=model.join,
   )
   make_step()  # Finds what is wrong in the options.
-  init_key, train_key = jax.random.split(jax.random.key(config.seed))
-
-  def init():
-    fresh = functools.partial(transformer.init, model)
-    places = placement.state_sharding(mesh, jax.eval_shape(fresh, init_key))
-    return jax.jit(fresh, out_shardings=places)(init_key)
-
-  return Run(mesh, data, model, init, optimizer, make_step, train_key)
+  return Run(mesh, data, model, optimizer, make_step, train_key)
 
 
 def run_settings(config: ConfigDict, run: Run) -> dict:
@@ -199,7 +217,7 @@ def train(
   stopped_by = train_model(config, run, settings, workdir, resume=resume)
   if stopped_by is not None:
     return 130 if stopped_by == signal.SIGINT else 0
-  if processes.is_first():
+  if processes.is_first() and run.data.evaluate is not None:
     evaluate(config, run, workdir)
   processes.wait_for_all()
   return 0
@@ -276,7 +294,9 @@ def train_model(
 
 def state_target(run: Run) -> training.TrainState:
   """Shapes of the train state, and where each array belongs."""
-  state = jax.eval_shape(lambda: training.init_state(run.init(), run.optimizer))
+  state = jax.eval_shape(
+    lambda: training.init_state(run.model.init(), run.optimizer)
+  )
   return jax.tree.map(
     lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
     state,
@@ -290,7 +310,7 @@ def fresh_state(run: Run, target: training.TrainState) -> training.TrainState:
     functools.partial(training.init_state, optimizer=run.optimizer),
     out_shardings=jax.tree.map(lambda x: x.sharding, target),
     donate_argnums=0,
-  )(run.init())
+  )(run.model.init())
 
 
 def compiled_step(
@@ -314,14 +334,16 @@ def compiled_step(
     for name, x in one.items()
   }
   begin = time.monotonic()
-  traced = step.trace(target, batch, run.train_key)
+  traced = step.trace(target, batch, run.train_key, run.model.frozen)
   compiled = traced.lower().compile()
   cost = program_cost.program_cost(traced, compiled)
   capacity = program_cost.device_capacity(jax.local_devices()[0])
   processes.say(
     program_cost.summary(
       cost,
-      num_parameters=sum(x.size for x in jax.tree.leaves(target.params)),
+      num_parameters=sum(
+        x.size for x in jax.tree.leaves((target.params, run.model.frozen))
+      ),
       num_tokens=batch['ids'].size,
       capacity=capacity,
     )
@@ -367,7 +389,7 @@ def train_steps(config, run, step, store, settings, workdir, state, iterator):
 
     for number in range(start + 1, config.steps + 1):
       batch = placement.global_batch(run.mesh, next(iterator), batch_size)
-      state, metrics = step(state, batch, run.train_key)
+      state, metrics = step(state, batch, run.train_key, run.model.frozen)
       is_raised = processes.any_raised(run.mesh, bool(caught))
       pending.append((number, metrics, is_raised))
       # Read one step late, so that the device never waits for the log; all
@@ -398,12 +420,13 @@ def train_steps(config, run, step, store, settings, workdir, state, iterator):
 
 def export(config, run, settings, state, workdir):
   """Writes the model directory, and beside the model how it was trained."""
-  params = processes.gathered(training.averaged_params(state, config.ema_decay))
+  averaged = training.averaged_params(state, config.ema_decay)
+  params = processes.gathered(run.model.whole(averaged))
   if not processes.is_first():
     return
   directory.save(
     workdir / 'model',
-    run.model,
+    run.model.config,
     params,
     run.data.tokenizer.vocab,
     run.data.tokenizer,

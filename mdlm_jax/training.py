@@ -16,6 +16,7 @@ from jaxtyping import Array, Int, Key
 
 from mdlm_jax import losses, predict, schedules, time_draws
 from mdlm_jax.checks import check_integer
+from mdlm_jax.corruption import random_lengths
 from mdlm_jax.vocab import Vocab
 
 Params = Any
@@ -112,6 +113,7 @@ def train_step(
   t_min: float = 0.0,
   t_max: float = 1.0,
   weight_power: float = 1.0,
+  random_length_share: float = 0.0,
   accumulation: int = 1,
   join: Callable | None = None,
   state_sharding: Any = None,
@@ -141,6 +143,8 @@ def train_step(
     weight_power: the loss weighs by this power of that weight: 1 is the bound
       itself, 0 the unweighted cross-entropy. A power between makes the gradient
       vary less; what is reported as the bound is the bound whatever it is.
+    random_length_share: of the rows that are cut at a random length, see
+      `corruption.random_lengths`.
     accumulation: in how many parts a batch is computed one after another, to
       take less memory; a divisor of its rows. The gradient is that of the whole
       batch, whatever the parts hold.
@@ -160,8 +164,8 @@ def train_step(
   Raises:
     ValueError: `ema_decay` outside [0, 1), `weight_power` outside [0, 1], not
       0 <= `t_min` <= `t_max` <= 1 with `t_max` above 0, `accumulation` below 1
-      or no divisor of the rows; packed documents for a network that attends by
-      blocks.
+      or no divisor of the rows, `random_length_share` outside [0, 1]; packed
+      documents for a network that attends by blocks.
   """
   if not 0 <= ema_decay < 1:
     raise ValueError(f'{ema_decay=} must be at least 0 and below 1')
@@ -169,6 +173,8 @@ def train_step(
     raise ValueError(f'0 <= {t_min=} <= {t_max=} <= 1 and t_max > 0 must hold')
   if not 0 <= weight_power <= 1:
     raise ValueError(f'{weight_power=} must be from 0 to 1')
+  if not 0 <= random_length_share <= 1:
+    raise ValueError(f'{random_length_share=} must be from 0 to 1')
   check_integer('accumulation', accumulation, 1)
   objective = schedule._replace(
     weight=lambda t: schedule.weight(t) ** weight_power
@@ -189,8 +195,14 @@ def train_step(
     return draw(key, batch['row_ids'], num_rows, t_min=t_min, t_max=t_max)
 
   def loss_sum(params, frozen, batch, key, num_rows):
-    times_key, corruption_key = jax.random.split(key)
+    times_key, corruption_key, length_key = jax.random.split(key, 3)
     ids, valid, given = batch['ids'], batch['valid'], batch.get('given')
+    if random_length_share:
+      length = ids.shape[1]
+      kept = random_lengths(
+        length_key, batch['row_ids'], length, random_length_share
+      )
+      valid &= jnp.arange(length) < kept[:, None]
     t = draw_times(times_key, batch, num_rows)
     log_probs, masked = predict.corrupted_log_probs(
       denoiser,

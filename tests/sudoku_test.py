@@ -232,8 +232,8 @@ def test_experiment_prints_and_writes(script, tmp_path, capsys):
   run = script.prepare(config)
   directory.save(
     tmp_path,
-    run.model,
-    run.init(),
+    run.model.config,
+    run.model.init(),
     run.data.tokenizer.vocab,
     run.data.tokenizer,
   )

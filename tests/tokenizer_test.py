@@ -92,3 +92,23 @@ def test_what_is_no_tokenizer_of_ours_is_refused():
   other = BPE.to_json().replace('[MASK]', '<mask>')
   with pytest.raises(ValueError, match=r'must be \[PAD\], \[MASK\]'):
     tokenizer_lib.Tokenizer.from_json(other)
+
+
+@pytest.mark.parametrize('bpe_vocab_size', [0, 262])
+def test_an_end_that_no_text_encodes_to(bpe_vocab_size):
+  text = 'see [EOS] and [MASK], the end. ' * 5
+  tokenizer = (
+    tokenizer_lib.train_bpe([text], bpe_vocab_size, eos=True)
+    if bpe_vocab_size
+    else tokenizer_lib.character_tokenizer(text, eos=True)
+  )
+  assert tokenizer.vocab.eos_ids == (2,)
+  assert (
+    tokenizer_lib.Tokenizer.from_json(tokenizer.to_json()).vocab
+    == tokenizer.vocab
+  )
+  ids = tokenizer.encode(text)
+  assert ids.min() >= 3
+  assert tokenizer.decode([0, *ids, 2]) == text
+  # Without one there is none.
+  assert tokenizer_lib.character_tokenizer(text).vocab.eos_ids == ()

@@ -33,6 +33,7 @@ Needs the extra `train`. Takes a minute and a half of CPU time, most of it
 compilation; `--axes=positions` a third of that.
 """
 
+import functools
 import hashlib
 import math
 import pathlib
@@ -65,7 +66,7 @@ with command_line.extra('train'):
   import grain  # noqa: F401
   from ml_collections import ConfigDict, config_flags
 
-  from mdlm_jax import run_data, runs
+  from mdlm_jax import run_data, run_model, runs
 
 AXES = ('values', 'positions', 'calls', 'adaptive', 'correction', 'blocks')
 
@@ -332,7 +333,10 @@ def prepare(config: ConfigDict) -> runs.Run:
   data = run_data.RunData(
     windows, tokenizer, {'corpus_sha256': digest}, evaluate=None
   )
-  return runs.assemble(config, placement.mesh(**config.mesh), data, model)
+  mesh = placement.mesh(**config.mesh)
+  return runs.assemble(
+    config, mesh, data, functools.partial(run_model.fresh_model, model, mesh)
+  )
 
 
 def train(config: ConfigDict, workdir: pathlib.Path) -> int | None:
