@@ -2,7 +2,7 @@
 
   python scripts/prepare_data.py --files=examples.jsonl --output=examples \
     --tokenizer=MODEL --dialogues --validation_share=0.02
-  python scripts/train.py --config=configs/finetune.py --workdir=runs/finetuned \
+  python scripts/train.py --config=configs/finetune.py --workdir=runs/tuned \
     --config.init_from=MODEL --config.data.prepared=examples
 
 MODEL is a directory of this library or of a published model (docs/data.md).
