@@ -268,7 +268,7 @@ def write_index(
   for name, values in ((LENGTHS, lengths), (NUM_GIVEN, num_given)):
     written = unfinished(folder / name)
     with open(written, 'wb') as file:
-      np.save(file, np.asarray(values, '<u4'))
+      np.save(file, np.asarray(values, '<i4'))
     finish(written, folder / name)
 
 
@@ -319,15 +319,15 @@ def _documents(folder, part, dtype):
 def _index(path, count):
   """One number a document, read as it is needed."""
   if not count:  # Nothing is held out: there is no file.
-    return np.zeros(0, np.uint32)
+    return np.zeros(0, np.int32)
   _check_file(path)
   try:
     values = np.load(path, mmap_mode='r')
   except (ValueError, EOFError, OSError) as error:
     raise ValueError(f'{path} is damaged: {error}') from None
-  if values.shape != (count,) or values.dtype != np.uint32:
+  if values.shape != (count,) or values.dtype != np.int32:
     raise ValueError(
-      f'{path} is damaged: {values.dtype} {values.shape}, must be uint32 '
+      f'{path} is damaged: {values.dtype} {values.shape}, must be int32 '
       f'{(count,)}'
     )
   return values
