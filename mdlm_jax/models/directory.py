@@ -90,6 +90,7 @@ def save(
   Raises:
     ValueError: parts that do not belong together, or an unknown name. Nothing
       is written then.
+    OSError: a file could not be written; the one before it stays.
   """
   _check_names(schedule, dtype)
   _check_roles(config, vocab, tokenizer)
@@ -116,7 +117,13 @@ def save(
     (_CONFIG, _json(content)),
   ):
     unfinished = directory / f'{name}.tmp'
-    unfinished.write_bytes(data)
+    try:
+      unfinished.write_bytes(data)
+    except OSError as error:
+      unfinished.unlink(missing_ok=True)  # Such as half of it, on a full disk.
+      raise OSError(
+        f'{directory / name} could not be written: {error.strerror}'
+      ) from error
     unfinished.replace(directory / name)
 
 
