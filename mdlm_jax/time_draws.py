@@ -127,6 +127,48 @@ def block_times(
   return jnp.repeat(t.reshape(numbers.shape), block, axis=1)[:, :length]
 
 
+def packed_block_times(
+  times: Callable,
+  key: Key[Array, ''],
+  row_ids: Int[Array, 'B'],
+  num_rows: int,
+  *,
+  positions: Int[Array, 'B L'],
+  segments: Int[Array, 'B L'],
+  block: int,
+  **limits: float,
+) -> Float[Array, 'B L']:
+  """As `block_times` for rows of packed documents, whose blocks may be short.
+
+  A time is drawn for every slot, as if blocks had one each, and a block has
+  that of its first.
+
+  Args:
+    times: the draw for numbered rows, such as `stratified_times`.
+    key: consumed.
+    row_ids: as in `iid_times`. Shape `[B]`.
+    num_rows: rows of the global batch.
+    positions: logical positions, which count from 0 in each document. Shape
+      `[B, L]`.
+    segments: document of each slot. Shape `[B, L]`.
+    block: logical positions of a block.
+    **limits: `t_min` and `t_max` of the draw.
+
+  Returns:
+    float32 in (t_min, t_max], equal within a block of a document. Shape
+    `[B, L]`.
+  """
+  length = positions.shape[1]
+  t = block_times(
+    times, key, row_ids, num_rows, length=length, block=1, **limits
+  )
+  blocks = positions // block
+  begins = (jnp.diff(blocks) != 0) | (jnp.diff(segments) != 0)
+  firsts = jnp.where(begins, jnp.arange(1, length), 0)
+  firsts = jax.lax.cummax(jnp.pad(firsts, [(0, 0), (1, 0)]), 1)
+  return jnp.take_along_axis(t, firsts, 1)
+
+
 def stratify(
   uniforms: Float[Array, 'B'], row_ids: Int[Array, 'B'], num_rows: int
 ) -> Float[Array, 'B']:

@@ -1,3 +1,5 @@
+import functools
+
 import golden_data
 import jax
 import jax.numpy as jnp
@@ -42,6 +44,26 @@ def test_times_do_not_depend_on_how_the_batch_is_split(draw):
   split = np.concatenate([draw(jax.random.key(1), rows, 12) for rows in parts])
   np.testing.assert_array_equal(whole, split)
   assert len(np.unique(whole)) == 12
+
+
+def test_packed_blocks_have_the_time_of_their_first_slot():
+  segments = jnp.array([[0, 0, 0, 0, 0, 1, 1, 2], [0, 1, 1, 1, 1, 1, 1, 2]])
+  positions = jnp.array([[0, 1, 2, 3, 4, 0, 1, 0], [0, 0, 1, 2, 3, 4, 5, 0]])
+  firsts = np.array([[0, 0, 2, 2, 4, 5, 5, 7], [0, 1, 1, 3, 3, 5, 5, 7]])
+  draw = jax.jit(
+    functools.partial(
+      time_draws.packed_block_times, time_draws.stratified_times,
+      num_rows=4, block=2, t_min=0.2, t_max=0.8,
+    )
+  )  # fmt: skip
+  t = draw(
+    jax.random.key(0), jnp.array([3, 1]), positions=positions, segments=segments
+  )
+  np.testing.assert_array_equal(t, np.take_along_axis(t, firsts, 1))
+  # Each in a stratum of its own, as its slot is.
+  strata = np.ceil((np.array(t) - 0.2) / 0.6 * 32 - 1e-4)
+  steps = (strata - firsts - 8 * np.array([[3], [1]])) % 32
+  assert len(np.unique(steps)) == 1
 
 
 def test_stratified_times_have_one_row_in_each_stratum():
