@@ -345,7 +345,9 @@ def evaluate_rows(
   Raises:
     ValueError: as `row_bounds`; a token that cannot be drawn.
   """
-  scored = rows['valid'] & ~rows.get('given', False)
+  scored = rows['valid']
+  if 'given' in rows:
+    scored = scored & ~rows['given']
   bounds = row_bounds(
     model.denoiser,
     model.params,
