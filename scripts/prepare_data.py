@@ -83,7 +83,10 @@ _BOS = flags.DEFINE_bool(
   'bos', False, 'Texts begin with BOS, which is never masked.'
 )
 _EOS = flags.DEFINE_bool(
-  'eos', None, 'Texts end with EOS. Default: where the vocabulary has one.'
+  'eos',
+  None,
+  'Texts end with EOS. Default: where the vocabulary has one, as a learned one '
+  'does unless --noeos.',
 )
 _WORKERS = flags.DEFINE_integer(
   'workers', None, 'Processes. Default: one a core.', lower_bound=1
@@ -169,7 +172,7 @@ def summary(record: dict) -> str:
     if told['documents']:
       lines.append(
         f'{part}: {told["documents"]:,} documents, {told["tokens"]:,} tokens '
-        f'of {told["text_bytes"] / 1e6:,.3g} MB of text, '
+        f'of {tqdm.tqdm.format_sizeof(told["text_bytes"], "B")} of text, '
         f'{len(told["shards"])} shard(s)'
       )
   for reason, told in record['left_out'].items():

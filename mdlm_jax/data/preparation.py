@@ -54,7 +54,7 @@ class Settings:
       beginnings of all units.
     bos: whether texts begin with BOS, which is given.
     eos: whether texts end with the first EOS of the vocabulary; None: where it
-      has one.
+      has one. A tokenizer that is learned has one unless this is False.
     shard_bytes: of text in a unit; None: a 128th part of all files, but at
       least 4 and at most 256 MiB.
 
@@ -271,8 +271,8 @@ def _check_together(settings, validation_files, tokenizer, template):
   if template is not None and settings.field is not None:
     raise ValueError('a template writes messages, which texts have not')
   if tokenizer is None:
-    if settings.bos or settings.eos:
-      raise ValueError('a learned tokenizer has no BOS and no EOS')
+    if settings.bos:
+      raise ValueError('a learned tokenizer has no BOS')
   elif settings.bpe_vocab_size:
     raise ValueError('either a tokenizer or bpe_vocab_size, not both')
   else:  # Now, not after hours.
