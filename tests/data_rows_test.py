@@ -233,7 +233,9 @@ def random_params(config):
 @functools.partial(jax.jit, static_argnums=0)
 def _asked(config, params, batch):
   def loss(params):
-    t = jnp.full(len(batch['ids']), 0.6)
+    # A level for each block of three of each document.
+    blocks = batch['positions'] // 3 + batch['segments']
+    t = 0.4 + 0.1 * (blocks % 4)
     log_probs, masked = predict.corrupted_log_probs(
       transformer.denoiser(config), params, jax.random.key(5), batch['ids'], t,
       batch['valid'], vocab=VOCAB, schedule=schedules.linear(),
@@ -278,7 +280,7 @@ def unpacked_batch(texts):
 
 @pytest.mark.parametrize('config', [CONFIG, BLOCK_CONFIG])
 def test_a_packed_document_equals_its_own_unpacked_run(config):
-  """Log-probabilities, loss and gradient, at equal levels and masks."""
+  """Log-probabilities, loss and gradient, at equal levels and noise."""
   (loss, (log_probs, masked)), gradient = asked(config, packed_batch(TEXTS))
   (expected, (alone, alone_masked)), expected_gradient = asked(
     config, unpacked_batch(TEXTS)
