@@ -11,8 +11,10 @@ that spans the restart is the one of an unbroken run.
 """
 
 import collections
+import contextlib
 import json
 import math
+import os
 import pathlib
 import sys
 import time
@@ -20,9 +22,11 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
-import tensorboardX
 import tqdm
 from ml_collections import ConfigDict
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
 
 from mdlm_jax.training import Metrics
 
@@ -70,11 +74,18 @@ class RunLog:
     if not is_writer:
       return
     workdir.mkdir(parents=True, exist_ok=True)
-    self._files = {
-      name: _opened_after(workdir / f'{name}.jsonl', start)
-      for name in ('metrics', 'incidents')
-    }
-    self._board = tensorboardX.SummaryWriter(str(workdir), purge_step=start + 1)
+    self._workdir = workdir
+    with _writing(workdir):
+      self._files = {
+        name: _opened_after(workdir / f'{name}.jsonl', start)
+        for name in ('metrics', 'incidents')
+      }
+      # Writes when it is called; a thread that a full disk ends would leave its
+      # caller waiting.
+      self._board = EventsWriter(str(workdir / 'events'))
+      # TensorBoard forgets what an earlier session wrote from here on.
+      session = SessionLog(status=SessionLog.START)
+      self._board.write_event(Event(step=start + 1, session_log=session))
     self._bar = tqdm.tqdm(
       total=config.steps,
       initial=start,
@@ -87,13 +98,28 @@ class RunLog:
   def __enter__(self):
     return self
 
-  def __exit__(self, *_):
-    if self._files is not None:
-      for part in (*self._files.values(), self._board, self._bar):
+  def __exit__(self, kind, *_):
+    if self._files is None:
+      return
+    self._bar.close()
+    for part in (*self._files.values(), self._board):
+      # Where something failed before, that is what is to be told.
+      with (
+        contextlib.suppress(*([] if kind is None else [OSError])),
+        _writing(self._workdir),
+      ):
         part.close()
 
   def state(self) -> dict:
-    """What a checkpoint keeps of the steps that no line tells of yet."""
+    """What a checkpoint keeps of the steps that no line tells of yet.
+
+    The lines before it are on the disk then, even if the machine goes down.
+    """
+    if self._files is not None:
+      with _writing(self._workdir):
+        self._board.flush()
+        for file in self._files.values():
+          os.fsync(file.fileno())
     return {
       'interval': self._interval,
       'losses': list(self._losses),
@@ -122,8 +148,11 @@ class RunLog:
     row['tokens_per_second'] = float(total.bound.count) / (now - self._begin)
     self._begin = now
     self._write_line('metrics', {'step': step, **row})
-    for name, value in row.items():
-      self._board.add_scalar(name, value, step)
+    values = [Summary.Value(tag=x, simple_value=row[x]) for x in row]
+    with _writing(self._workdir):
+      self._board.write_event(
+        Event(wall_time=time.time(), step=step, summary=Summary(value=values))
+      )
     self._bar.set_postfix_str(
       f'{row["bound"]:.3f} nats/token, '
       f'{row["tokens_per_second"]:,.0f} tokens/s',
@@ -164,8 +193,18 @@ class RunLog:
 
   def _write_line(self, name, content):
     # One write of a whole line, which no other reader sees half of.
-    self._files[name].write(json.dumps(content) + '\n')
-    self._files[name].flush()
+    with _writing(self._workdir / f'{name}.jsonl'):
+      self._files[name].write(json.dumps(content) + '\n')
+      self._files[name].flush()
+
+
+@contextlib.contextmanager
+def _writing(path: pathlib.Path):
+  """Tells where there was no room."""
+  try:
+    yield
+  except OSError as error:
+    raise OSError(f'{path} could not be written: {error.strerror}') from error
 
 
 def _opened_after(path: pathlib.Path, start: int):

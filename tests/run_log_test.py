@@ -1,7 +1,10 @@
 import json
+import struct
 
+import checkpoints_test
 import numpy as np
 import pytest
+from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from mdlm_jax import run_config
 from mdlm_jax.losses import Total
@@ -137,3 +140,42 @@ def test_lines_after_the_checkpoint_are_dropped(tmp_path, name):
   with opened(tmp_path, 2):
     pass
   assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_a_full_disk_is_told_at_once_and_keeps_nobody_waiting(tmp_path):
+  with (
+    pytest.raises(OSError) as error,
+    checkpoints_test.largest_file(2000),
+    opened(tmp_path, log_every=1) as log,
+  ):
+    for step in range(1, 100):
+      log.record(step, metrics(1.0))
+  assert str(error.value) == (
+    f'{tmp_path / "metrics.jsonl"} could not be written: File too large'
+  )
+  # What was whole stays, and the log goes on after it.
+  with opened(tmp_path, log_every=1, start=2) as log:
+    log.record(3, metrics(1.0))
+  steps = [x['step'] for x in lines(tmp_path / 'metrics.jsonl')]
+  assert steps == [1, 2, 3]
+
+
+def test_tensorboard_reads_the_lines(tmp_path):
+  with opened(tmp_path, start=4, log_every=1) as log:
+    log.record(5, metrics(2.0))
+  (path,) = tmp_path.glob('events.out.tfevents.*')
+  data, events = path.read_bytes(), []
+  while data:
+    (size,) = struct.unpack('Q', data[:8])
+    events.append(Event.FromString(data[12 : 12 + size]))
+    data = data[16 + size :]
+  # What an earlier session wrote from step 5 on is forgotten.
+  assert events[1].step == 5
+  assert events[1].session_log.status == SessionLog.START
+  (line,) = lines(tmp_path / 'metrics.jsonl')
+  values = {x.tag: x.simple_value for x in events[2].summary.value}
+  assert events[2].step == line.pop('step') == 5
+  np.testing.assert_allclose(
+    [values[name] for name in line], list(line.values()), rtol=1e-6
+  )
+  assert values.keys() == line.keys()
