@@ -122,11 +122,6 @@ def assemble(
   if shape.time_conditioning and shape.attention_block is not None:
     # One pass tells the clean blocks level 0, a sampler all of them one level.
     raise ValueError('attention_block cannot be used with time_conditioning')
-  if shape.attention_block is not None and config.data.rows == 'packed':
-    raise ValueError(
-      "config.data.rows='packed' cannot be used with attention_block: packed "
-      'documents have no noise level by block'
-    )
   batch_size, parts = config.data.batch_size, config.accumulation
   if parts < 1 or batch_size % parts:
     raise ValueError(

@@ -164,8 +164,7 @@ def train_step(
   Raises:
     ValueError: `ema_decay` outside [0, 1), `weight_power` outside [0, 1], not
       0 <= `t_min` <= `t_max` <= 1 with `t_max` above 0, `accumulation` below 1
-      or no divisor of the rows, `random_length_share` outside [0, 1]; packed
-      documents for a network that attends by blocks.
+      or no divisor of the rows, `random_length_share` outside [0, 1].
   """
   if not 0 <= ema_decay < 1:
     raise ValueError(f'{ema_decay=} must be at least 0 and below 1')
@@ -183,12 +182,15 @@ def train_step(
   def draw_times(key, batch, num_rows):
     length, block = batch['ids'].shape[1], denoiser.attention_block
     draw = times
-    if block is not None and block < length:
-      if 'segments' in batch:
-        raise ValueError(
-          'packed documents have no noise level by block: '
-          f'attention_block={block} cannot be trained on them'
-        )
+    if block is not None and 'segments' in batch:
+      draw = functools.partial(
+        time_draws.packed_block_times,
+        times,
+        positions=batch['positions'],
+        segments=batch['segments'],
+        block=block,
+      )
+    elif block is not None and block < length:
       draw = functools.partial(
         time_draws.block_times, times, length=length, block=block
       )

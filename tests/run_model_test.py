@@ -204,13 +204,3 @@ def test_documents_of_another_vocabulary_are_refused(
   with pytest.raises(ValueError, match=r'has Vocab\(size=6'):
     runs.train(config(**changes), tmp_path / 'run')
   assert not (tmp_path / 'run').exists()
-
-
-def test_packed_rows_are_not_learned_by_blocks(texts, tmp_path):
-  changes = {
-    'data.prepared': str(texts),
-    'data.rows': 'packed',
-    'model.attention_block': 4,
-  }
-  with pytest.raises(ValueError, match='no noise level by block'):
-    runs.train(config(**SHAPE, **changes), tmp_path / 'run')
