@@ -67,6 +67,8 @@ def held_out_documents(history: dict, part: str) -> tuple[Document, ...]:
     raise FileNotFoundError(
       f'{error}, the text that the model was trained on; name a text by --file'
     ) from None
+  except ValueError as error:
+    raise ValueError(f'{error}; name a text by --file') from None
   if corpus_digest(corpus) != digest:
     print('note: the text is not the one of the training run', file=sys.stderr)
   if not getattr(corpus, part):

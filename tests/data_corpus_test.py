@@ -148,6 +148,12 @@ def test_impossible_splits_are_refused(tmp_path):
     read_corpus(files, split='document', validation_files=files)
 
 
+def test_prepared_documents_are_no_text():
+  settings = {'prepared': 'DIR', 'files': '', 'validation_files': ''}
+  with pytest.raises(ValueError, match='DIR holds prepared documents'):
+    corpus_of(settings | {'split': 'tail'})
+
+
 def test_character_tokenizer_knows_the_held_out_text():
   corpus = Corpus((Document('a', 'abc'),), (Document('b', 'xyz'),))
   assert (

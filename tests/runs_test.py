@@ -19,7 +19,7 @@ import pytest
 import script_runner
 from ml_collections import ConfigDict
 
-from mdlm_jax import checkpoints, ngrams, runs
+from mdlm_jax import checkpoints, ngrams, program_cost, runs
 from mdlm_jax.data.batches import batches
 from mdlm_jax.data.corpus import read_corpus
 from mdlm_jax.models import directory
@@ -273,6 +273,16 @@ def test_a_run_that_diverged_ends_with_finite_parameters(
     assert np.isfinite(leaf).all()
   for line in (tmp_path / 'metrics.jsonl').read_text().splitlines():
     assert np.isfinite(list(json.loads(line).values())).all()
+
+
+def test_a_run_that_does_not_fit_ends_before_anything_is_allocated(
+  text_file, tmp_path, monkeypatch
+):
+  monkeypatch.setattr(program_cost, 'device_capacity', lambda device: 10**6)
+  monkeypatch.setattr(runs, 'fresh_state', None)  # Not asked for.
+  with pytest.raises(ValueError, match=r'needs 0\.\d+ GB .* it has 0\.001'):
+    runs.train(tiny_config(text_file), tmp_path / 'run')
+  assert not (tmp_path / 'run' / 'model').exists()
 
 
 def send_when_running(kind, workdir, num_rows):

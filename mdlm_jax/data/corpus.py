@@ -215,7 +215,17 @@ def corpus_digest(corpus: Corpus) -> str:
 
 
 def corpus_of(settings: Mapping[str, Any]) -> Corpus:
-  """The corpus that the part `data` of a config names, see `read_corpus`."""
+  """The corpus that the part `data` of a config names, see `read_corpus`.
+
+  Raises:
+    ValueError: it names prepared documents, which are no text; and as
+      `read_corpus`.
+  """
+  if settings.get('prepared'):
+    raise ValueError(
+      f'{settings["prepared"]} holds prepared documents, whose text is not at '
+      'hand'
+    )
   return read_corpus(
     settings['files'],
     validation_files=settings['validation_files'],
