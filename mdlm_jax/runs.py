@@ -364,6 +364,7 @@ def train_steps(config, run, step, store, settings, workdir, state, iterator):
 
   pending = collections.deque()
   is_stopping = False
+  diverged = None  # Number of steps, and the last of them.
   with (
     RunLog(
       workdir,
@@ -377,10 +378,13 @@ def train_steps(config, run, step, store, settings, workdir, state, iterator):
   ):
 
     def read():
-      nonlocal is_stopping
+      nonlocal is_stopping, diverged
       number, metrics, is_raised = pending.popleft()
       log.record(number, metrics)
       is_stopping |= bool(is_raised)
+      # Not of what was skipped before the run was started again.
+      if log.skipped_in_a_row >= config.most_skipped:
+        diverged = log.skipped_in_a_row, number
 
     for number in range(start + 1, config.steps + 1):
       batch = placement.global_batch(run.mesh, next(iterator), batch_size)
@@ -391,8 +395,7 @@ def train_steps(config, run, step, store, settings, workdir, state, iterator):
       # before a checkpoint, which holds the log.
       while len(pending) > 1:
         read()
-      has_diverged = log.skipped_in_a_row >= config.most_skipped
-      is_last = number == config.steps or is_stopping or has_diverged
+      is_last = number == config.steps or is_stopping or diverged is not None
       if is_last or number % config.checkpoint_every == 0:
         while pending:
           read()
@@ -400,11 +403,12 @@ def train_steps(config, run, step, store, settings, workdir, state, iterator):
         settings['log'] = log.state()
         checkpoints.save(store, state, iterator, settings)
         export(config, run, settings, state, workdir)
-      if has_diverged:
+      if diverged is not None:
+        count, last = diverged
         raise FloatingPointError(
-          f'training diverged: no gradient of the {log.skipped_in_a_row} steps '
-          f'up to {number} was finite; the parameters before them are saved; '
-          'try a lower learning rate'
+          f'training diverged: no gradient of the {count} steps up to {last} was '
+          'finite; the parameters before them are saved; try a lower learning '
+          'rate'
         )
       if is_last:
         break

@@ -26,7 +26,7 @@ from survival_test import (
   write_text,
 )
 
-STEPS = 1500
+STEPS = 900
 
 
 @pytest.fixture(scope='module')
@@ -34,7 +34,7 @@ def base(tmp_path_factory):
   path = tmp_path_factory.mktemp('survival')
   write_text(path)
   for workdir, steps in ((path / 'unbroken', STEPS), (path / 'short', 60)):
-    code, output = Session(path, workdir, f'--steps={steps}').result()
+    code, output = Session(path, workdir, f'--steps={steps}').result(900)
     assert code == 0, output
   return path
 
@@ -76,7 +76,7 @@ def test_fifty_kills_leave_no_trace(base):
       progress.append(session.first_step())
   assert held >= 10 and len(kills) == 50
   assert progress == sorted(progress) and progress[-1] > STEPS / 10
-  code, output = Session(base, workdir, f'--steps={STEPS}').result()
+  code, output = Session(base, workdir, f'--steps={STEPS}').result(900)
   assert code == 0, output
   assert_equal_runs(workdir, unbroken)
   print(
@@ -120,7 +120,7 @@ def test_a_full_disk_ends_the_run_and_loses_nothing(base, tmp_path, left):
     },
     capture_output=True,
     text=True,
-    timeout=200,
+    timeout=600,
     check=False,
   )
   if not (tmp_path / 'first_code').exists():
