@@ -406,9 +406,9 @@ def train_steps(config, run, step, store, settings, workdir, state, iterator):
       if diverged is not None:
         count, last = diverged
         raise FloatingPointError(
-          f'training diverged: no gradient of the {count} steps up to {last} was '
-          'finite; the parameters before them are saved; try a lower learning '
-          'rate'
+          f'training diverged: no gradient of the {count} steps up to {last} '
+          'was finite; the parameters before them are saved; try a lower '
+          'learning rate'
         )
       if is_last:
         break
