@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -17,10 +18,11 @@ _USER_ERRORS = (ValueError, OSError, FloatingPointError)
 
 def _fail(message: object) -> NoReturn:
   """Ends the program with one line on stderr and exit code 2."""
-  while isinstance(message, KeyError | AttributeError) and message.args:
-    # The text of a KeyError is the repr of its argument; configs wrap one.
-    message = message.args[0]
-  print('error: ' + ' '.join(str(message).split()), file=sys.stderr)
+  text = ' '.join(str(message).split())
+  # How a long message about a config file ends that is not there.
+  missing = re.search(r"No such file or directory: '([^']*)'$", text)
+  text = f'no such file: {missing[1]}' if missing else text
+  print(f'error: {text}', file=sys.stderr)
   sys.exit(2)
 
 
@@ -141,8 +143,13 @@ def _parse(argv: Sequence[str]) -> list[str]:
     remaining = flags.FLAGS(argv)
   except SystemExit:  # --help, which is no failure.
     sys.exit(0)
-  except KeyError as error:  # What a config says of a field it lacks.
-    _fail(f'the config has no field {error}; its file lists all of them')
+  except (KeyError, AttributeError) as error:  # Of a field it lacks.
+    while isinstance(error, KeyError | AttributeError) and error.args:
+      # The text of a KeyError is the repr of its argument; configs wrap one.
+      error = error.args[0]
+    name, *advice = str(error).splitlines()
+    advice = advice or ['mdlm_jax/run_config.py lists all of them']
+    _fail(f'the config has no field {name}; {" ".join(advice)}')
   except Exception as error:  # A config file is a program of the user's.
     _fail(error)
   if len(remaining) > 1:

@@ -373,6 +373,28 @@ def test_train_program_reports_a_mistake_in_one_line(tmp_path):
   assert not (tmp_path / 'run').exists()
 
 
+@pytest.mark.parametrize(
+  ('arguments', 'line'),
+  [
+    (['--config=/no/config.py'], 'error: no such file: /no/config.py\n'),
+    (
+      [f'--config={ROOT / "configs" / "tiny.py"}', '--config.stepz=1'],
+      "error: the config has no field 'stepz'; Did you mean \"steps\" instead "
+      'of "stepz"?\n',
+    ),
+    (
+      [f'--config={ROOT / "configs" / "tiny.py"}', '--config.steps=many'],
+      'error: flag --config.steps=many: invalid literal for int() with base '
+      "10: 'many'\n",
+    ),
+  ],
+)
+def test_mistakes_in_the_config_are_one_line(tmp_path, arguments, line):
+  result = run_script('train.py', f'--workdir={tmp_path / "run"}', *arguments)
+  assert (result.returncode, result.stderr) == (2, line)
+  assert not (tmp_path / 'run').exists()
+
+
 def test_evaluate_reads_the_files_it_is_given(finished, tmp_path, capsys):
   (tmp_path / 'a.txt').write_text('the red blue\n' * 10)
   (tmp_path / 'b.txt').write_text('green\n' * 5)
