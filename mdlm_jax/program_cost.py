@@ -124,7 +124,17 @@ def _flops(equation) -> int:
   inner = [matmul_flops(jaxpr) for jaxpr in _inner_programs(params)]
   if name == 'cond':
     return max(inner)
-  return sum(inner) * (params['length'] if name == 'scan' else 1)
+  return sum(inner) * _times(name, params)
+
+
+def _times(name, params):
+  """How often the inner program of an operation is run."""
+  if name == 'scan':
+    return params['length']
+  if name == 'shard_map':  # By every device of these axes.
+    axes = params['newly_manual_axes']
+    return math.prod(params['mesh'].shape[axis] for axis in axes)
+  return 1
 
 
 def _inner_programs(params) -> list[core.Jaxpr]:
@@ -251,14 +261,23 @@ def num_bytes(shape: str) -> int:
     13
   """
   return sum(
-    _bits(dtype) * math.prod(dimensions(size)) // 8
+    _bits(dtype) * math.prod(_numbers(size)) // 8
     for dtype, size in _ARRAY.findall(shape)
   )
 
 
-def dimensions(sizes: str) -> tuple[int, ...]:
-  """The numbers in a text such as '2,3'."""
-  return tuple(map(int, filter(None, sizes.split(','))))
+def dimensions(shape: str) -> tuple[int, ...]:
+  """Of a type of XLA that is one array.
+
+  Example:
+    >>> dimensions('f32[8,16]{1,0}')
+    (8, 16)
+  """
+  return _numbers(_ARRAY.search(shape)[2])
+
+
+def _numbers(text):
+  return tuple(map(int, filter(None, text.split(','))))
 
 
 def _bits(dtype):
@@ -270,7 +289,7 @@ def _group_size(attributes, num_devices):
   """Devices that exchange with one another, in XLA's three notations."""
   # {{0,1},{2,3}}
   if match := re.search(r'replica_groups=\{\{([\d,]+)\}', attributes):
-    return len(dimensions(match[1]))
+    return len(_numbers(match[1]))
   # [groups,size]<=[...]
   if match := re.search(r'replica_groups=\[\d+,(\d+)\]<=', attributes):
     return int(match[1])

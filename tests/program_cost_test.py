@@ -56,12 +56,23 @@ def test_the_compiled_products_are_those_of_the_trace(programs):
   assert sum(products) == program_cost.matmul_flops(programs[0].jaxpr.jaxpr)
 
 
-def test_alternatives_and_groups_of_products():
+def test_alternatives_groups_and_shards_of_products():
   def choose(x):
     return jax.lax.cond(x[0, 0] > 0, lambda: x @ x, lambda: x @ x @ x)
 
   def grouped(x, experts):
     return jax.lax.ragged_dot(x, experts, jnp.array([1, 2]))
+
+  auto = (jax.sharding.AxisType.Auto,) * 2
+
+  def split(x, y):
+    return jax.shard_map(
+      lambda x, y: x @ y,
+      mesh=jax.sharding.AbstractMesh((2, 4), ('a', 'b'), auto),
+      in_specs=(jax.P('b'), jax.P()),
+      out_specs=jax.P('b'),
+      axis_names={'b'},
+    )(x, y)
 
   def flops(function, *shapes):
     arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
@@ -69,6 +80,7 @@ def test_alternatives_and_groups_of_products():
 
   assert flops(choose, (3, 3)) == 2 * 2 * 27
   assert flops(grouped, (3, 4), (2, 4, 5)) == 2 * 3 * 4 * 5
+  assert flops(split, (8, 3), (3, 5)) == 2 * 8 * 3 * 5
   assert flops(lambda x, y: x @ y, (7, 2, 3), (7, 3, 5)) == 7 * 2 * 2 * 3 * 5
 
 

@@ -16,6 +16,7 @@ several times as long.
 import dataclasses
 import pathlib
 
+import cost_model
 import jax
 import numpy as np
 from absl import flags
@@ -79,12 +80,8 @@ _LLADA_8B = TransformerConfig(
   norm_eps=1e-5,
   embedding_scale=1.0,
 )
-# Of one device, as published: 10^12 bfloat16 operations, 10^9 bytes a second.
-_PEAKS = {
-  'A100 80 GB': (312, 2039),
-  'H100 80 GB': (989, 3350),
-  'TPU v5e': (197, 819),
-}
+# Of `cost_model.DEVICES`.
+_PEAKS = ('A100', 'H100', 'v5e')
 _POLICIES = {'none': None, 'dual': caches.dual()}
 
 
@@ -143,23 +140,6 @@ def compiled_bytes(config, sharding, rows, length, width, cache) -> int:
   return compiled.memory_analysis().temp_size_in_bytes
 
 
-def operations(config, rows: int, computed: int, seen: int, width: int) -> int:
-  """Of one call: products with matrices, attention, and the head."""
-  shapes = param_tree.shapes(config)
-  matrices = sum(_passed(config, key, leaf) for key, leaf in shapes.items())
-  attention = 2 * config.num_layers * config.num_heads * config.head_dim * seen
-  head = config.vocab_size * config.model_dim
-  return 2 * rows * (computed * (matrices + attention) + width * head)
-
-
-def _passed(config, key, leaf) -> int:
-  """Weights of a parameter with which one token is multiplied."""
-  if 'experts/' in key and leaf.ndim == 4:  # [layers, experts, in, out]
-    return leaf.size * config.experts.num_chosen // config.experts.num_experts
-  is_matrix = key.endswith('/kernel') or ('experts/' in key and leaf.ndim == 3)
-  return leaf.size if is_matrix else 0
-
-
 def main(argv):
   del argv
   command_line.check_outputs(plot=None, numbers=_JSON.value)
@@ -181,7 +161,7 @@ def main(argv):
   weights = weight_bytes(config, sharding, int8=_INT8.value)
   cached = _CACHE.value != 'none'
   record = {
-    'parameters': sum(x.size for x in param_tree.shapes(config).values()),
+    'parameters': cost_model.parameters(config),
     'devices': _DEVICES.value,
     'rows': rows,
     'length': length,
@@ -202,10 +182,12 @@ def main(argv):
       / _GB
     )
   computed = width if _CACHE.value == 'dual' else length
-  work = operations(config, rows, computed, length, width) / _DEVICES.value
-  for name, (tera, giga) in _PEAKS.items():
+  work = rows * cost_model.forward_operations(config, computed, length, width)
+  for name in _PEAKS:
+    device = cost_model.DEVICES[name]
     record['seconds_per_call'][name] = max(
-      work / (tera * 1e12), weights / (giga * 1e9)
+      work / (_DEVICES.value * device.tera_operations * 1e12),
+      weights / (device.memory_gb_per_second * 1e9),
     )
   command_line.write_json(_JSON.value, record)
   print(

@@ -1,11 +1,14 @@
 """scripts/experiments/memory.py compiles what it says; on a tiny model."""
 
 import json
+import sys
 
 import golden_data
 import script_runner
 
 from mdlm_jax.models import families, placement
+
+sys.path.insert(0, str(script_runner.ROOT / 'scripts' / 'experiments'))
 
 
 def test_temporaries_hold_the_cache_and_the_logits():
