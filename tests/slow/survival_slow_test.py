@@ -8,7 +8,6 @@ util-linux and a kernel that lets a user mount a tmpfs:
 
 import json
 import random
-import shutil
 import signal
 import statistics
 import subprocess
@@ -92,7 +91,7 @@ def test_fifty_kills_leave_no_trace(base):
 ON_A_SMALL_DISK = """
 mount -t tmpfs -o size=3000k none "$BASE/disk" || exit 99
 RUN="$PYTHON $ROOT/tests/survival_run.py --workdir=$BASE/disk/run"
-RUN="$RUN --text=$BASE/text.txt --steps=60"
+RUN="$RUN --text=$TEXT --steps=60"
 $RUN --step_seconds=0.05 > "$BASE/first" 2>&1 & PID=$!
 while [ ! -d "$BASE/disk/run/checkpoints/12" ]; do sleep 0.01; done
 FREE=$(df -k --output=avail "$BASE/disk" | tail -1)
@@ -108,7 +107,6 @@ cp -r "$BASE/disk/run" "$BASE/after"
 @pytest.mark.parametrize('left', [0, 16, 48, 80, 112])
 def test_a_full_disk_ends_the_run_and_loses_nothing(base, tmp_path, left):
   (tmp_path / 'disk').mkdir()
-  shutil.copy(base / 'text.txt', tmp_path)
   result = subprocess.run(
     ['unshare', '-rm', 'sh', '-c', ON_A_SMALL_DISK],
     env=environment(base)
@@ -116,6 +114,7 @@ def test_a_full_disk_ends_the_run_and_loses_nothing(base, tmp_path, left):
       'BASE': str(tmp_path),
       'PYTHON': sys.executable,
       'ROOT': str(ROOT),
+      'TEXT': str(base / 'text.txt'),
       'LEFT': str(left),
     },
     capture_output=True,
