@@ -104,12 +104,12 @@ class Bar:
   """A progress bar of each pass."""
 
   def __init__(self):
-    self._bar, self._began = None, 0.0
+    self._bar, self._name, self._began = None, '', 0.0
 
   def __call__(self, progress: preparation.Progress):
-    if self._bar is None or self._bar.desc != f'{progress.name}: ':
+    if self._bar is None or self._name != progress.name:
       self.close()
-      self._began = time.monotonic()
+      self._name, self._began = progress.name, time.monotonic()
       self._bar = tqdm.tqdm(
         desc=progress.name,
         total=progress.total,
@@ -124,7 +124,8 @@ class Bar:
     told = f'{progress.documents} documents'
     if progress.tokens:
       seconds = max(time.monotonic() - self._began, 1e-3)
-      told += f', {progress.tokens / seconds:.3g} tokens/s'
+      rate = tqdm.tqdm.format_sizeof(progress.tokens / seconds)
+      told += f', {rate} tokens/s'
     self._bar.set_postfix_str(told, refresh=False)
     self._bar.update(progress.done - self._bar.n)
 
@@ -132,6 +133,13 @@ class Bar:
     if self._bar is not None:
       self._bar.close()
       self._bar = None
+
+
+def num_cores() -> int:
+  """Cores that this process may use."""
+  if hasattr(os, 'sched_getaffinity'):  # Not everywhere.
+    return len(os.sched_getaffinity(0))
+  return os.cpu_count() or 1
 
 
 def settings() -> preparation.Settings:
@@ -205,7 +213,7 @@ def main(argv):
         tokenizer=tokenizer,
         template=template(),
         settings=chosen,
-        workers=_WORKERS.value or len(os.sched_getaffinity(0)),
+        workers=_WORKERS.value or num_cores(),
         progress=bar,
       )
   finally:

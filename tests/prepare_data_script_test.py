@@ -340,12 +340,26 @@ def test_a_finished_directory_is_left_as_it_is(tmp_path, corpus):
   assert {p: p.stat().st_mtime_ns for p in output.rglob('*.*')} == times
 
 
+def test_a_bar_for_each_pass():
+  bar, shown = script_runner.load('prepare_data.py').Bar(), []
+  for name, done in (('a', 3), ('a', 5), ('b', 2)):
+    bar(preparation.Progress(name, done, 10, 1, done))
+    shown.append(bar._bar)
+  assert [(b.desc, b.n, b.total) for b in shown] == [
+    ('a', 5, 10), ('a', 5, 10), ('b', 2, 10),
+  ]  # fmt: skip
+  assert shown[0] is shown[1]
+  assert shown[2].postfix.startswith('1 documents, ')
+  assert shown[2].postfix.endswith(' tokens/s')
+  bar.close()
+
+
 # Big enough for a process to be stopped in its midst.
 @pytest.fixture(scope='module')
 def unbroken(tmp_path_factory, hub):
   folder = tmp_path_factory.mktemp('unbroken')
   rng = random.Random(0)
-  texts = [' '.join(rng.choices(WORDS, k=2000)) for _ in range(300)]
+  texts = [' '.join(rng.choices(WORDS, k=2000)) for _ in range(150)]
   path = small_corpora.write(
     folder / 'a.jsonl', [{'text': text} for text in texts]
   )
