@@ -216,6 +216,8 @@ def test_examples_to_fine_tune_on(tmp_path, hub):
     file.write('{"prompt": "the dog"}\n')
   with pytest.raises(ValueError, match=r'a.jsonl, line 2: answer is missing'):
     run(tmp_path / 'bad', path, *arguments)
+  left = small_corpora.files_of(tmp_path / 'bad')
+  assert sorted(left) == ['tokenizer.json', 'unfinished.json']
 
 
 def test_messages_are_written_by_the_template_of_the_directory(tmp_path, hub):
@@ -286,17 +288,18 @@ def test_a_tokenizer_without_mask_may_get_one_after_its_ids(
   [
     (['--text_field=body'], "was prepared with field='text', not 'body'"),
     (['--validation_share=0.5'], 'was prepared with validation_every=0, not 2'),
-    (['--shard_mb=1'], 'was prepared with shard_bytes=4194304, not 1000000'),
+    (['--shard_mb=1'], 'was prepared with shard_bytes=None, not 1000000'),
     (['--bpe_vocab_size=260'], 'was prepared with bpe_vocab_size=0, not 260'),
     (['--tokenizer=HUB'], 'was prepared with another tokenizer: None, not'),
     (['--noeos'], 'was prepared with eos=None, not False'),
-    (['--validation_files=FILE'], 'was prepared from 0 validation_files, not'),
+    (['--validation_files=OTHER'], 'was prepared from 0 validation_files, not'),
+    (['--validation_files=FILE'], 'is both in files and in validation_files'),
     (['--files=OTHER'], 'was prepared from another .*b.jsonl: .*a.jsonl'),
     (['--files=FILE,OTHER'], 'was prepared from 1 files, not 2'),
     (['--output=FULL'], 'holds other files, such as c.txt'),
     (['--output=FILE'], 'is no directory'),
     (['--files=FILE', '--output=BUSY'], 'another process is preparing'),
-    (['--validation_files=FILE', '--validation_share=0.1'], 'not both'),
+    (['--validation_files=OTHER', '--validation_share=0.1'], 'not both'),
     (['--tokenizer=HUB', '--bpe_vocab_size=300'], 'not both'),
     (['--bos'], 'a learned tokenizer has no BOS'),
     (['--dialogues', '--bos'], 'bos and eos are of texts'),

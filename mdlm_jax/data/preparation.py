@@ -156,6 +156,8 @@ def prepare(
   """
   settings = settings or Settings()
   check_integer('workers', workers, 1)
+  for path in set(files) & set(validation_files):
+    raise ValueError(f'{path} is both in files and in validation_files')
   _check_together(settings, validation_files, tokenizer, template)
   run = functools.partial(_run, workers=workers, progress=progress)
   with _alone(directory) as directory:
@@ -163,7 +165,7 @@ def prepare(
     most_bytes = settings.shard_bytes or _unit_bytes(
       [*files, *validation_files]
     )
-    made_of = _made_how(settings, most_bytes, tokenizer, template)
+    made_of = _made_how(settings, tokenizer, template)
     _check_same(directory, begun, made_of)  # Before all files are read.
     scans = [
       run('reading', functools.partial(_scan, settings, most_bytes), paths)
@@ -294,12 +296,15 @@ def _alone(directory) -> Iterator[pathlib.Path]:
   directory.mkdir(parents=True, exist_ok=True)
   handle = os.open(directory, os.O_RDONLY)
   try:
-    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    _remove_unwritten(directory)
-    yield directory
-    _remove_unwritten(directory)
-  except BlockingIOError:
-    raise ValueError(f'another process is preparing {directory}') from None
+    try:
+      fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      raise ValueError(f'another process is preparing {directory}') from None
+    try:
+      _remove_unwritten(directory)
+      yield directory
+    finally:
+      _remove_unwritten(directory)
   finally:
     os.close(handle)
 
@@ -373,10 +378,10 @@ def _units(scans, most_bytes):
   return units
 
 
-def _made_how(settings, most_bytes, tokenizer, template):
+def _made_how(settings, tokenizer, template):
   """What a directory is compared by but for the files, as JSON holds it."""
   told = {
-    'settings': dataclasses.asdict(settings) | {'shard_bytes': most_bytes},
+    'settings': dataclasses.asdict(settings),
     'tokenizer': tokenizer
     and {
       'sha256': _sha256(tokenizer.to_json()),
