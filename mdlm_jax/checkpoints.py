@@ -32,13 +32,17 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
+
+from mdlm_jax.checks import check_integer
+
+Path = str | os.PathLike
 
 # The two parts of a checkpoint: arrays, and all else as JSON.
 _STATE, _RUN = 'state', 'run'
@@ -48,45 +52,34 @@ _UNFINISHED = ('.orbax-checkpoint-tmp', '.removed')
 _NO_ROOM = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)))
 
 
-class Store(NamedTuple):
-  """Where checkpoints are, and how many of the latest stay."""
-
-  directory: pathlib.Path
-  keep: int
-
-
-@contextlib.contextmanager
-def open_directory(
-  directory: str | os.PathLike, *, keep: int = 2
-) -> Iterator[Store]:
-  """The checkpoints under `directory`, to be used in a `with` statement.
-
-  Args:
-    directory: created on the first save.
-    keep: how many of the latest checkpoints stay, at least 1.
-  """
-  if keep < 1:
-    raise ValueError(f'{keep=} checkpoints must be at least 1')
-  yield Store(pathlib.Path(directory).absolute(), keep)
-
-
-def save(store: Store, state: Any, iterator: Iterator, settings: dict) -> None:
+def save(
+  directory: Path,
+  state: Any,
+  iterator: Iterator,
+  settings: dict,
+  *,
+  keep: int = 2,
+) -> None:
   """Saves at `state.step`; a step that is there already is left alone.
 
   Args:
-    store: from `open_directory`.
+    directory: of all checkpoints of the run; made if missing.
     state: pytree of arrays with a scalar `step`.
     iterator: with `get_state` and `set_state`, at the same position in every
       process.
     settings: what JSON can hold.
+    keep: how many of the latest checkpoints stay, at least 1.
 
   Raises:
     OSError: it could not be written. The checkpoints before it stay.
+    ValueError: `keep` is below 1.
   """
-  step, steps = int(state.step), _steps(store)
+  check_integer('keep', keep, 1)
+  directory = _absolute(directory)
+  step, steps = int(state.step), _steps(directory)
   if step in steps:
     return
-  _remove_unfinished(store)
+  _remove_unfinished(directory)
   content = {
     'settings': settings,
     'data': iterator.get_state(),
@@ -96,24 +89,24 @@ def save(store: Store, state: Any, iterator: Iterator, settings: dict) -> None:
   try:
     with _orbax():
       ocp.save_checkpointables(
-        store.directory / str(step), {_STATE: state, _RUN: content}
+        directory / str(step), {_STATE: state, _RUN: content}
       )
   except Exception as error:  # Orbax and its formats raise all sorts.
-    _remove_unfinished(store)
+    _remove_unfinished(directory)
     raise OSError(
-      f'checkpoint {step} could not be written to {store.directory}: '
+      f'checkpoint {step} could not be written to {directory}: '
       f'{_root_cause(error)}'
     ) from error
-  for old in sorted([step, *steps], reverse=True)[store.keep :]:
-    _remove(store, old)
+  for old in sorted([step, *steps], reverse=True)[keep:]:
+    _remove(directory, old)
 
 
-def latest_step(store: Store) -> int | None:
+def latest_step(directory: Path) -> int | None:
   """Step of the latest checkpoint, None when there is none."""
-  return max(_steps(store), default=None)
+  return max(_steps(_absolute(directory)), default=None)
 
 
-def latest_settings(store: Store) -> dict:
+def latest_settings(directory: Path) -> dict:
   """The settings that were saved with the latest checkpoint.
 
   Of several, the latest whose settings can be read; after `restore`, those of
@@ -122,20 +115,21 @@ def latest_settings(store: Store) -> dict:
   Raises:
     ValueError: none can be read.
   """
-  for step in _steps(store):
+  directory = _absolute(directory)
+  for step in _steps(directory):
     with contextlib.suppress(_DamagedError):
-      return _content(store, step)['settings']
-  raise ValueError(f'no checkpoint in {store.directory} can be read')
+      return _content(directory, step)['settings']
+  raise ValueError(f'no checkpoint in {directory} can be read')
 
 
-def restore(store: Store, state: Any, iterator: Iterator) -> Any:
+def restore(directory: Path, state: Any, iterator: Iterator) -> Any:
   """The latest whole checkpoint's state; sets `iterator` to its position.
 
   Later ones, which are damaged, are named on stderr and renamed, so that this
   one is the latest.
 
   Args:
-    store: from `open_directory`, with a checkpoint.
+    directory: that holds a checkpoint.
     state: a state of the same structure, shapes and dtypes, such as a fresh
       one. Its shardings are those of the result.
     iterator: over the same data.
@@ -147,18 +141,19 @@ def restore(store: Store, state: Any, iterator: Iterator) -> Any:
     ValueError: all checkpoints are damaged; or the latest that is whole has
       another structure or shape.
   """
+  directory = _absolute(directory)
   target = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
   )
-  step, restored = _latest_whole(store, lambda _: target)
-  for later in _steps(store):
+  step, restored = _latest_whole(directory, lambda _: target)
+  for later in _steps(directory):
     if later > step:
-      _set_aside(store, later)
-  iterator.set_state(_content(store, step)['data'])
+      _set_aside(directory, later)
+  iterator.set_state(_content(directory, step)['data'])
   return restored
 
 
-def latest_state(store: Store) -> dict[str, Any]:
+def latest_state(directory: Path) -> dict[str, Any]:
   """The latest whole checkpoint's state by field, on the default device.
 
   Its structure and the devices that it was saved from need not be known.
@@ -177,18 +172,22 @@ def latest_state(store: Store) -> dict[str, Any]:
       lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arrays
     )
 
-  return _latest_whole(store, target)[1]
+  return _latest_whole(_absolute(directory), target)[1]
 
 
 class _DamagedError(Exception):
   """Says what of a checkpoint is damaged."""
 
 
-def _steps(store):
+def _absolute(directory):
+  return pathlib.Path(directory).absolute()
+
+
+def _steps(directory):
   """Steps of all checkpoints, latest first, as process 0 sees them."""
   steps = []
-  if store.directory.is_dir():
-    names = (path.name for path in store.directory.iterdir())
+  if directory.is_dir():
+    names = (path.name for path in directory.iterdir())
     steps = sorted((int(x) for x in names if x.isdecimal()), reverse=True)
   if jax.process_count() > 1:
     count = int(multihost_utils.broadcast_one_to_all(np.int32(len(steps))))
@@ -197,29 +196,27 @@ def _steps(store):
   return steps
 
 
-def _latest_whole(store, target_of):
+def _latest_whole(directory, target_of):
   """Step and state of the latest checkpoint that is not damaged."""
   damage = []
-  for step in _steps(store):
+  for step in _steps(directory):
     try:
-      return step, _load(store, step, target_of)
+      return step, _load(directory, step, target_of)
     except _DamagedError as error:
       damage.append(f'checkpoint {step} is damaged: {error}')
       if jax.process_index() == 0:
         print(
-          f'passing over {store.directory / str(step)}: {damage[-1]}',
+          f'passing over {directory / str(step)}: {damage[-1]}',
           file=sys.stderr,
           flush=True,
         )
-  raise ValueError(
-    f'no whole checkpoint in {store.directory}; ' + '; '.join(damage)
-  )
+  raise ValueError(f'no whole checkpoint in {directory}; ' + '; '.join(damage))
 
 
-def _load(store, step, target_of):
+def _load(directory, step, target_of):
   """The state of one checkpoint, compared with its checksums."""
-  path = store.directory / str(step)
-  arrays = _content(store, step)['arrays']
+  path = directory / str(step)
+  arrays = _content(directory, step)['arrays']
   with _reading():
     target = target_of(path)
   _check_same_arrays(arrays, _array_list(target), path)
@@ -234,9 +231,9 @@ def _load(store, step, target_of):
   return state
 
 
-def _content(store, step):
+def _content(directory, step):
   """What `save` wrote beside the arrays."""
-  path = store.directory / str(step)
+  path = directory / str(step)
   with _reading():
     content = ocp.load_checkpointables(path, {_RUN: None})[_RUN]
     if content.pop('sha256') != _digest(content):
@@ -381,28 +378,28 @@ def _root_cause(error):
   return text if len(text) <= 300 else text[:300] + ' ...'
 
 
-def _remove_unfinished(store):
+def _remove_unfinished(directory):
   """Frees what a save left that was killed or had no room."""
   if jax.process_index() == 0:
     for end in _UNFINISHED:
-      for path in store.directory.glob(f'*{end}'):
+      for path in directory.glob(f'*{end}'):
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _remove(store, step):
+def _remove(directory, step):
   """Removes a checkpoint, which is there or not at any moment."""
   if jax.process_index() == 0:
-    path = store.directory / str(step)
+    path = directory / str(step)
     removed = path.with_name(f'{step}{_UNFINISHED[1]}')
     path.rename(removed)
     shutil.rmtree(removed, ignore_errors=True)
 
 
-def _set_aside(store, step):
+def _set_aside(directory, step):
   """Renames a damaged checkpoint, so that its step can be saved again."""
   if jax.process_index() == 0:
-    damaged = store.directory / f'damaged-{step}'
+    damaged = directory / f'damaged-{step}'
     shutil.rmtree(damaged, ignore_errors=True)
-    (store.directory / str(step)).rename(damaged)
+    (directory / str(step)).rename(damaged)
   if jax.process_count() > 1:
     multihost_utils.sync_global_devices(f'damaged-{step}')

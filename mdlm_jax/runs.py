@@ -249,27 +249,23 @@ def train_model(
     seed=config.seed,
     local=placement.local_rows(run.mesh, batch_size),
   )
-  with (
-    jax.set_mesh(run.mesh),
-    checkpoints.open_directory(
-      workdir / 'checkpoints', keep=config.keep_checkpoints
-    ) as store,
-  ):
-    latest = checkpoints.latest_step(store)
+  saves = workdir / 'checkpoints'
+  with jax.set_mesh(run.mesh):
+    latest = checkpoints.latest_step(saves)
     if latest is not None and not resume:
       raise ValueError(
         f'{workdir} holds a run at step {latest}; resume it or choose another '
         '--workdir'
       )
     if latest is not None:
-      check_same_run(checkpoints.latest_settings(store), settings, workdir)
+      check_same_run(checkpoints.latest_settings(saves), settings, workdir)
     target = state_target(run)
     step = compiled_step(config, run, target)
     if latest is None:
       state = fresh_state(run, target)
     else:
-      state = checkpoints.restore(store, target, iterator)
-      saved = checkpoints.latest_settings(store)
+      state = checkpoints.restore(saves, target, iterator)
+      saved = checkpoints.latest_settings(saves)
       settings |= {name: saved[name] for name in ('train_seconds', 'log')}
       processes.say(f'resuming {workdir} at step {int(state.step)}')
     if int(state.step) > config.steps:
@@ -277,7 +273,7 @@ def train_model(
         f'{workdir} is at step {int(state.step)}, beyond steps={config.steps}'
       )
     state, stopped_by = train_steps(
-      config, run, step, store, settings, workdir, state, iterator
+      config, run, step, settings, workdir, state, iterator
     )
     export(config, run, settings, state, workdir)
   if stopped_by is not None:
@@ -348,7 +344,7 @@ def compiled_step(
   return compiled
 
 
-def train_steps(config, run, step, store, settings, workdir, state, iterator):
+def train_steps(config, run, step, settings, workdir, state, iterator):
   """Makes the steps that are left, with a checkpoint every so often.
 
   Returns:
@@ -401,7 +397,13 @@ def train_steps(config, run, step, store, settings, workdir, state, iterator):
           read()
         settings['train_seconds'] = time.monotonic() - begin
         settings['log'] = log.state()
-        checkpoints.save(store, state, iterator, settings)
+        checkpoints.save(
+          workdir / 'checkpoints',
+          state,
+          iterator,
+          settings,
+          keep=config.keep_checkpoints,
+        )
         export(config, run, settings, state, workdir)
       if diverged is not None:
         count, last = diverged

@@ -111,11 +111,10 @@ def weights_of_run(path: pathlib.Path, weights: str):
   """Parameters of the latest checkpoint, and its step."""
   with command_line.extra('train'):
     from mdlm_jax import checkpoints, training
-  with checkpoints.open_directory(path) as store:
-    if checkpoints.latest_step(store) is None:
-      raise ValueError(f'{path} holds no checkpoint')
-    decay = checkpoints.latest_settings(store)['config']['ema_decay']
-    fields = checkpoints.latest_state(store)
+  if checkpoints.latest_step(path) is None:
+    raise ValueError(f'{path} holds no checkpoint')
+  decay = checkpoints.latest_settings(path)['config']['ema_decay']
+  fields = checkpoints.latest_state(path)
   state = training.TrainState(**fields)
   if weights == 'ema':
     return training.averaged_params(state, decay), int(state.step)

@@ -40,23 +40,21 @@ def main(port, num_processes, index, source, target, result):
   state = jax.tree.map(placed, checkpoints_test.random_state(0, 0))
   local = np.arange(index, 8, num_processes)
   iterator = checkpoints_test.make_iterator(local=local)
-  with checkpoints.open_directory(source) as store:
-    state = checkpoints.restore(store, state, iterator)
+  state = checkpoints.restore(source, state, iterator)
   seen = {'first': next(iterator)['record_ids'], 'step': state.step}
   for _ in range(3):
     next(iterator)
   state = state._replace(step=placed(np.int32(8)))
-  with checkpoints.open_directory(target) as store:
-    checkpoints.save(store, state, iterator, checkpoints_test.SETTINGS)
-    seen['next'] = next(iterator)['record_ids']
-    if index == 0:
-      damaged = pathlib.Path(target, '9')
-      shutil.copytree(damaged.with_name('8'), damaged)
-      last = f'ocdbt.process_{num_processes - 1}'
-      for path in (damaged / 'state' / last / 'd').iterdir():
-        path.write_bytes(b'')
-    jax.experimental.multihost_utils.sync_global_devices('damaged')
-    again = checkpoints.restore(store, state, iterator)
+  checkpoints.save(target, state, iterator, checkpoints_test.SETTINGS)
+  seen['next'] = next(iterator)['record_ids']
+  if index == 0:
+    damaged = pathlib.Path(target, '9')
+    shutil.copytree(damaged.with_name('8'), damaged)
+    last = f'ocdbt.process_{num_processes - 1}'
+    for path in (damaged / 'state' / last / 'd').iterdir():
+      path.write_bytes(b'')
+  jax.experimental.multihost_utils.sync_global_devices('damaged')
+  again = checkpoints.restore(target, state, iterator)
   seen['again'] = next(iterator)['record_ids']
   equal = jax.tree.map(
     lambda a, b: bool(np.array_equal(shards(a), shards(b))), state, again

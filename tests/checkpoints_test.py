@@ -42,9 +42,9 @@ def make_iterator(local=None):
   return batches(windows, batch_size=8, seed=0, local=local)
 
 
-def save(directory, state, iterator=None, keep=2):
-  with checkpoints.open_directory(directory, keep=keep) as store:
-    checkpoints.save(store, state, iterator or make_iterator(), SETTINGS)
+def save(directory, state, iterator=None, **options):
+  iterator = iterator or make_iterator()
+  checkpoints.save(directory, state, iterator, SETTINGS, **options)
 
 
 def assert_trees_equal(actual, expected):
@@ -60,11 +60,12 @@ def test_everything_comes_back(tmp_path):
     next(iterator)
   save(tmp_path / 'a', state, iterator)
 
-  with checkpoints.open_directory(tmp_path / 'a') as store:
-    assert checkpoints.latest_step(store) == 7
-    assert checkpoints.latest_settings(store) == SETTINGS
-    restarted = make_iterator()
-    restored = checkpoints.restore(store, make_state(fill=0.0), restarted)
+  assert checkpoints.latest_step(tmp_path / 'a') == 7
+  assert checkpoints.latest_settings(tmp_path / 'a') == SETTINGS
+  restarted = make_iterator()
+  restored = checkpoints.restore(
+    tmp_path / 'a', make_state(fill=0.0), restarted
+  )
   assert_trees_equal(restored, state)
   rest = [next(restarted)['ids'] for _ in range(5)]
   np.testing.assert_array_equal(rest, batches[3:])
@@ -77,28 +78,25 @@ def test_arrays_of_every_type_come_back(tmp_path):
   extra['nan'] = jnp.asarray([jnp.nan, -jnp.nan, jnp.inf, -0.0])
   state = make_state()._replace(opt_state=extra)
   save(tmp_path, state)
-  with checkpoints.open_directory(tmp_path) as store:
-    zeros = jax.tree.map(jnp.zeros_like, state)
-    assert_trees_equal(
-      checkpoints.restore(store, zeros, make_iterator()), state
-    )
-    fields = checkpoints.latest_state(store)
+  zeros = jax.tree.map(jnp.zeros_like, state)
+  assert_trees_equal(
+    checkpoints.restore(tmp_path, zeros, make_iterator()), state
+  )
+  fields = checkpoints.latest_state(tmp_path)
   assert_trees_equal(fields['opt_state'], extra)
 
 
 def test_no_checkpoint_yet(tmp_path):
-  with checkpoints.open_directory(tmp_path / 'none') as store:
-    assert checkpoints.latest_step(store) is None
-    with pytest.raises(ValueError, match='no whole checkpoint'):
-      checkpoints.restore(store, make_state(), make_iterator())
+  assert checkpoints.latest_step(tmp_path / 'none') is None
+  with pytest.raises(ValueError, match='no whole checkpoint'):
+    checkpoints.restore(tmp_path / 'none', make_state(), make_iterator())
 
 
 def test_latest_ones_are_kept(tmp_path):
-  with checkpoints.open_directory(tmp_path, keep=2) as store:
-    for step in (1, 2, 2, 5):
-      state = make_state(fill=float(step))._replace(step=jnp.int32(step))
-      checkpoints.save(store, state, make_iterator(), SETTINGS)
-    restored = checkpoints.restore(store, make_state(), make_iterator())
+  for step in (1, 2, 2, 5):
+    state = make_state(fill=float(step))._replace(step=jnp.int32(step))
+    checkpoints.save(tmp_path, state, make_iterator(), SETTINGS)
+  restored = checkpoints.restore(tmp_path, make_state(), make_iterator())
   assert restored.params['embedding'][0, 0] == 5
   assert sorted(p.name for p in tmp_path.iterdir() if p.name.isdigit()) == [
     '2',
@@ -122,21 +120,17 @@ def test_another_structure_is_refused_and_not_passed_over(
 ):
   save(tmp_path, make_state())
   save(tmp_path, make_state()._replace(step=jnp.int32(3)))
-  with (
-    checkpoints.open_directory(tmp_path) as store,
-    pytest.raises(ValueError, match=f'3 holds a state of another.*{message}'),
+  with pytest.raises(
+    ValueError, match=f'3 holds a state of another.*{message}'
   ):
-    checkpoints.restore(store, change(), make_iterator())
+    checkpoints.restore(tmp_path, change(), make_iterator())
   assert names(tmp_path) == ['0', '3']
 
 
 def test_what_is_missing_in_the_file_is_refused(tmp_path):
   save(tmp_path, make_state()._replace(ema={}))
-  with (
-    checkpoints.open_directory(tmp_path) as store,
-    pytest.raises(ValueError, match='lacks ema/'),
-  ):
-    checkpoints.restore(store, make_state(), make_iterator())
+  with pytest.raises(ValueError, match='lacks ema/'):
+    checkpoints.restore(tmp_path, make_state(), make_iterator())
 
 
 def names(directory):
@@ -144,11 +138,9 @@ def names(directory):
 
 
 def test_keep_below_one_is_refused(tmp_path):
-  with (
-    pytest.raises(ValueError, match='keep=0'),
-    checkpoints.open_directory(tmp_path, keep=0),
-  ):
-    pass
+  with pytest.raises(ValueError, match='keep=0'):
+    save(tmp_path, make_state(), keep=0)
+  assert names(tmp_path) == []
 
 
 def random_state(seed, step, width=64):
@@ -172,10 +164,9 @@ def two_saved(tmp_path_factory):
 def restored(directory):
   """State, position in the data."""
   iterator = make_iterator()
-  with checkpoints.open_directory(directory) as store:
-    state = checkpoints.restore(store, random_state(0, 0), iterator)
-    assert checkpoints.latest_step(store) == state.step
-    assert checkpoints.latest_settings(store) == SETTINGS
+  state = checkpoints.restore(directory, random_state(0, 0), iterator)
+  assert checkpoints.latest_step(directory) == state.step
+  assert checkpoints.latest_settings(directory) == SETTINGS
   return state, next(iterator)['record_ids']
 
 
@@ -219,8 +210,7 @@ def test_whatever_file_is_damaged_the_state_is_that_of_a_checkpoint(
     else:
       damaged = DAMAGES[kind](file.read_bytes() or b'x')
       (directory / name).write_bytes(damaged)
-    with checkpoints.open_directory(directory) as store:
-      fields = checkpoints.latest_state(store)
+    fields = checkpoints.latest_state(directory)
     capfd.readouterr()
     state, record_ids = restored(directory)
     assert_trees_equal((state, record_ids), expected(int(state.step)))
@@ -251,15 +241,14 @@ def test_flipped_bits_of_an_array_are_found(two_saved, tmp_path, capfd):
 def test_a_damaged_step_can_be_saved_again(two_saved, tmp_path, capfd):
   directory = tmp_path / 'a'
   shutil.copytree(two_saved, directory)
-  with checkpoints.open_directory(directory) as store:
-    for _ in range(2):
-      (directory / '6' / 'run' / 'data.json').unlink()
-      iterator = make_iterator()
-      state = checkpoints.restore(store, random_state(0, 0), iterator)
-      assert state.step == 3
-      next(iterator)
-      checkpoints.save(store, random_state(2, 6), iterator, SETTINGS)
-      assert names(directory) == ['3', '6', 'damaged-6']
+  for _ in range(2):
+    (directory / '6' / 'run' / 'data.json').unlink()
+    iterator = make_iterator()
+    state = checkpoints.restore(directory, random_state(0, 0), iterator)
+    assert state.step == 3
+    next(iterator)
+    checkpoints.save(directory, random_state(2, 6), iterator, SETTINGS)
+    assert names(directory) == ['3', '6', 'damaged-6']
   assert_trees_equal(restored(directory), expected(6))
 
 
@@ -268,18 +257,17 @@ def test_all_damaged_is_an_error_and_nothing_is_moved(two_saved, tmp_path):
   shutil.copytree(two_saved, directory)
   for step in '36':
     (directory / step / 'run' / 'data.json').write_text('{}')
-  with checkpoints.open_directory(directory) as store:
-    for read in (
-      lambda: checkpoints.restore(store, random_state(0, 0), make_iterator()),
-      lambda: checkpoints.latest_state(store),
+  for read in (
+    lambda: checkpoints.restore(directory, random_state(0, 0), make_iterator()),
+    lambda: checkpoints.latest_state(directory),
+  ):
+    with pytest.raises(
+      ValueError,
+      match=r'no whole checkpoint in .* 6 is damaged: .* 3 is damaged: ',
     ):
-      with pytest.raises(
-        ValueError,
-        match=r'no whole checkpoint in .* 6 is damaged: .* 3 is damaged: ',
-      ):
-        read()
-    with pytest.raises(ValueError, match='can be read'):
-      checkpoints.latest_settings(store)
+      read()
+  with pytest.raises(ValueError, match='can be read'):
+    checkpoints.latest_settings(directory)
   assert names(directory) == ['3', '6']
 
 
@@ -287,11 +275,8 @@ def test_behind_a_damaged_one_another_structure_is_refused(two_saved, tmp_path):
   directory = tmp_path / 'a'
   shutil.copytree(two_saved, directory)
   (directory / '6' / 'run' / 'data.json').unlink()
-  with (
-    checkpoints.open_directory(directory) as store,
-    pytest.raises(ValueError, match='3 holds a state of another structure'),
-  ):
-    checkpoints.restore(store, make_state(), make_iterator())
+  with pytest.raises(ValueError, match='3 holds a state of another structure'):
+    checkpoints.restore(directory, make_state(), make_iterator())
   assert names(directory) == ['3', '6']
 
 
@@ -301,8 +286,7 @@ def test_reading_alone_passes_over_damage_and_renames_nothing(
   directory = tmp_path / 'a'
   shutil.copytree(two_saved, directory)
   (directory / '6' / 'state' / 'manifest.ocdbt').write_bytes(b'')
-  with checkpoints.open_directory(directory) as store:
-    fields = checkpoints.latest_state(store)
+  fields = checkpoints.latest_state(directory)
   assert_trees_equal(fields['params'], random_state(1, 3).params)
   assert 'checkpoint 6 is damaged' in capfd.readouterr().err
   assert names(directory) == ['3', '6']
@@ -351,14 +335,13 @@ def largest_file(size):
 def test_without_room_the_one_before_stays(two_saved, tmp_path, capfd, size):
   directory = tmp_path / 'a'
   shutil.copytree(two_saved, directory)
-  with checkpoints.open_directory(directory) as store:
-    with pytest.raises(OSError) as error, largest_file(size):
-      checkpoints.save(store, random_state(3, 9), make_iterator(), SETTINGS)
-    assert str(error.value) == (
-      f'checkpoint 9 could not be written to {directory}: File too large'
-    )
-    assert_trees_equal(restored(directory), expected(6))
-    checkpoints.save(store, random_state(3, 9), make_iterator(), SETTINGS)
+  with pytest.raises(OSError) as error, largest_file(size):
+    checkpoints.save(directory, random_state(3, 9), make_iterator(), SETTINGS)
+  assert str(error.value) == (
+    f'checkpoint 9 could not be written to {directory}: File too large'
+  )
+  assert_trees_equal(restored(directory), expected(6))
+  checkpoints.save(directory, random_state(3, 9), make_iterator(), SETTINGS)
   assert names(directory) == ['6', '9']
   assert 'Traceback' not in capfd.readouterr().err
 
@@ -422,9 +405,8 @@ def test_processes_and_devices_may_change(tmp_path):
     assert names(tmp_path / target) == ['8', 'damaged-9']
     position += 4
   iterator = make_iterator()
-  with checkpoints.open_directory(tmp_path / 'last') as store:
-    last = checkpoints.restore(store, random_state(0, 0), iterator)
-    fields = checkpoints.latest_state(store)
+  last = checkpoints.restore(tmp_path / 'last', random_state(0, 0), iterator)
+  fields = checkpoints.latest_state(tmp_path / 'last')
   np.testing.assert_array_equal(next(iterator)['record_ids'], record_ids[10])
   assert_trees_equal(last, state._replace(step=jnp.int32(8)))
   assert_trees_equal(jax.tree.map(np.asarray, fields['params']), last.params)

@@ -208,8 +208,12 @@ def run(tmp_path):
   state = state._replace(step=jnp.int32(1), ema=ema)
   windows = every_window([np.arange(66)], length=3, pad_id=99)
   iterator = batches(windows, batch_size=8, seed=0)
-  with checkpoints.open_directory(tmp_path / 'run' / 'checkpoints') as store:
-    checkpoints.save(store, state, iterator, {'config': {'ema_decay': 0.75}})
+  checkpoints.save(
+    tmp_path / 'run' / 'checkpoints',
+    state,
+    iterator,
+    {'config': {'ema_decay': 0.75}},
+  )
   directory.save(
     tmp_path / 'run' / 'model', CONFIG, params, TOKENIZER.vocab, TOKENIZER
   )

@@ -77,8 +77,7 @@ def test_two_processes_train_stop_together_and_one_goes_on(tmp_path):
   assert 6 <= step < STEPS
   assert f'stopped at step {step}; the same command resumes\n' in out[0]
   assert 'on 2 device(s)' in out[0] and 'step' not in out[1]
-  with checkpoints.open_directory(two / 'checkpoints') as store:
-    assert checkpoints.latest_step(store) == step
+  assert checkpoints.latest_step(two / 'checkpoints') == step
 
   # One process goes on where two stopped, beside a run of one alone.
   alone = [start(workdir) for workdir in (one, two)]

@@ -157,8 +157,9 @@ def test_a_run_is_not_touched_where_it_may_not_be_resumed(finished, text_file):
 def state_of(workdir, text_file):
   run = runs.prepare(tiny_config(text_file))
   iterator = batches(run.data.rows, batch_size=16, seed=0)
-  with checkpoints.open_directory(workdir / 'checkpoints') as store:
-    state = checkpoints.restore(store, runs.state_target(run), iterator)
+  state = checkpoints.restore(
+    workdir / 'checkpoints', runs.state_target(run), iterator
+  )
   return state, next(iterator)
 
 
@@ -265,8 +266,7 @@ def test_a_run_that_diverged_ends_with_finite_parameters(
   incidents = [json.loads(line) for line in lines]
   steps = [x['step'] for x in incidents if x['incident'] == 'skipped']
   assert steps == list(range(steps[0], steps[0] + 4))
-  with checkpoints.open_directory(tmp_path / 'checkpoints') as store:
-    state = checkpoints.latest_state(store)
+  state = checkpoints.latest_state(tmp_path / 'checkpoints')
   assert state['step'] == steps[-1]
   assert state['skipped'] == 4
   for leaf in jax.tree.leaves((state['params'], state['ema'])):
@@ -308,8 +308,7 @@ def test_interruptions_save_and_the_run_goes_on(text_file, tmp_path, capsys):
     assert runs.train(config, tmp_path) == code
     out = capsys.readouterr().out
     steps.append(int(re.search(r'stopped at step (\d+)', out)[1]))
-    with checkpoints.open_directory(tmp_path / 'checkpoints') as store:
-      assert checkpoints.latest_step(store) == steps[-1]
+    assert checkpoints.latest_step(tmp_path / 'checkpoints') == steps[-1]
     assert [row['step'] for row in metrics_of(tmp_path)] == list(
       range(1, steps[-1] + 1)
     )
@@ -379,7 +378,7 @@ def test_train_program_reports_a_mistake_in_one_line(tmp_path):
     (['--config=/no/config.py'], 'error: no such file: /no/config.py\n'),
     (
       [f'--config={ROOT / "configs" / "tiny.py"}', '--config.stepz=1'],
-      "error: the config has no field 'stepz'; Did you mean \"steps\" instead "
+      'error: the config has no field \'stepz\'; Did you mean "steps" instead '
       'of "stepz"?\n',
     ),
     (

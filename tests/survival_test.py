@@ -112,11 +112,10 @@ def assert_equal_runs(workdir, unbroken):
     assert rows == expected, name
   states, runs = [], []
   for path in (workdir, unbroken):
-    with checkpoints.open_directory(path / 'checkpoints') as store:
-      states.append(flat(checkpoints.latest_state(store)))
-      step = checkpoints.latest_step(store)
-      content = path / 'checkpoints' / str(step) / 'run' / 'data.json'
-      runs.append(json.loads(content.read_text()))
+    saves = path / 'checkpoints'
+    states.append(flat(checkpoints.latest_state(saves)))
+    content = saves / str(checkpoints.latest_step(saves)) / 'run' / 'data.json'
+    runs.append(json.loads(content.read_text()))
   assert states[0].keys() == states[1].keys()
   parts = {key.split('/')[0] for key in states[0]}
   assert {'step', 'params', 'ema', 'opt_state'} <= parts
@@ -210,8 +209,7 @@ def test_bad_gradients_are_skipped_counted_and_end_the_run(base):
     'error: training diverged: no gradient of the 3 steps up to 7 was finite; '
     'the parameters before them are saved; try a lower learning rate\n'
   )
-  with checkpoints.open_directory(workdir / 'checkpoints') as store:
-    state = flat(checkpoints.latest_state(store))
+  state = flat(checkpoints.latest_state(workdir / 'checkpoints'))
   assert (state['step'], state['skipped']) == (8, 3)
   assert all(np.isfinite(array).all() for array in state.values())
   model = directory.load(workdir / 'model')
