@@ -344,9 +344,9 @@ def check_fits(cost: ProgramCost, capacity: int) -> None:
       'more with mesh.fsdp or mesh.tensor'
     )
   raise ValueError(
-    f'a step needs {_gb(cost.device_bytes)} GB on each device '
-    f'({_gb(cost.resident_bytes)} of state and batch, '
-    f'{_gb(cost.temporary_bytes)} of temporaries), it has {_gb(capacity)}; '
+    f'a step needs {_size(cost.device_bytes)} on each device '
+    f'({_size(cost.resident_bytes)} of state and batch, '
+    f'{_size(cost.temporary_bytes)} of temporaries), it has {_size(capacity)}; '
     f'{advice}'
   )
 
@@ -367,11 +367,12 @@ def summary(
   return (
     f'{num_parameters:,} parameters on {cost.num_devices} device(s); a step of '
     f'{num_tokens:,} tokens takes {cost.flops:.3g} operations\n'
-    f'a device holds {_gb(cost.resident_bytes)} GB of state and batch and '
-    f'{_gb(cost.temporary_bytes)} of temporaries, of {_gb(capacity)}\n'
-    f'it sends {_gb(traffic)} GB in {times:,} exchanges a step'
+    f'a device holds {_size(cost.resident_bytes)} of state and batch and '
+    f'{_size(cost.temporary_bytes)} of temporaries, of {_size(capacity)}\n'
+    f'it sends {_size(traffic)} in {times:,} exchanges a step'
   )
 
 
-def _gb(size):
-  return f'{size / 1e9:.3g}'
+def _size(num_bytes):
+  unit, scale = ('GB', 1e9) if num_bytes >= 1e8 else ('MB', 1e6)
+  return f'{num_bytes / scale:.3g} {unit}'

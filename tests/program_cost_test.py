@@ -146,11 +146,11 @@ def test_what_does_not_fit_says_so_with_numbers():
   program_cost.check_fits(cost, 34_100_000_000)
   with pytest.raises(
     ValueError,
-    match=r'needs 34\.1 GB on each device \(16\.1 of state and batch, 18 of '
-    r'temporaries\), it has 34; raise accumulation',
+    match=r'needs 34\.1 GB on each device \(16\.1 GB of state and batch, 18 GB '
+    r'of temporaries\), it has 34 GB; raise accumulation',
   ):
     program_cost.check_fits(cost, 34_000_000_000)
-  with pytest.raises(ValueError, match='it has 16; split the state'):
+  with pytest.raises(ValueError, match='it has 16 GB; split the state'):
     program_cost.check_fits(cost, 16_000_000_000)
   text = program_cost.summary(
     cost, num_parameters=10**9, num_tokens=4096, capacity=80 * 10**9
@@ -158,7 +158,8 @@ def test_what_does_not_fit_says_so_with_numbers():
   assert text.splitlines() == [
     '1,000,000,000 parameters on 8 device(s); a step of 4,096 tokens takes '
     '1e+15 operations',
-    'a device holds 16.1 GB of state and batch and 18 of temporaries, of 80',
+    'a device holds 16.1 GB of state and batch and 18 GB of temporaries, of '
+    '80 GB',
     'it sends 2.5 GB in 64 exchanges a step',
   ]
 
