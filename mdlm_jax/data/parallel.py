@@ -8,6 +8,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import resource_tracker
 from typing import Any
 
 import numpy as np
@@ -119,6 +120,8 @@ def _processes(function, count) -> Iterator[dict]:
 @contextlib.contextmanager
 def _interrupts_blocked():
   """Processes that are started here never hear of Ctrl-C."""
+  # A helper of the first process, whose start would let Ctrl-C through again.
+  resource_tracker.ensure_running()
   before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
   try:
     yield
