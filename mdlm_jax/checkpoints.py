@@ -12,10 +12,8 @@ therefore lists shape, type and a checksum of every array, with a checksum of
 the list; `restore` passes over what is damaged, but never over what is whole
 and of another run.
 
-Saving waits until the checkpoint is written. In the background it would be
-faster, but a full disk would be noticed a checkpoint later, and on CPU the
-buffers that are still being written could be those that the next step is given
-to overwrite.
+Saving waits until the checkpoint is written, so that what goes wrong is told at
+the step where it does, before an older checkpoint is removed or the run goes on.
 
 This is the only file that imports Orbax.
 """
