@@ -150,32 +150,51 @@ def test_operations_of_a_step_are_those_of_its_trace(
 
 def test_a_step_takes_the_time_of_what_it_does():
   config = config_of(dtype='bfloat16')
-  plan = cost_model.Plan(16, 32, data=4, fsdp=2, tensor=2)
+  plan = cost_model.Plan(16, 32, data=2, fsdp=2, tensor=2)
   device = cost_model.Device(
     tera_operations=1e-6,
     memory_gb=1,
     memory_gb_per_second=1e-6,
     group=2,
-    near_gb_per_second=2e-6,
+    near_gb_per_second=3e-6,
     far_gb_per_second=1e-6,
   )
   seconds = cost_model.step_seconds(config, plan, device)
   operations = cost_model.step_operations(config, plan)
-  assert seconds.arithmetic == operations / 16 / 1e6
+  assert seconds.arithmetic == operations / 8 / 1e6
+  # The state is read and written, gradients too.
+  moved = (32 + 8) * cost_model.local_parameters(config, plan)
+  assert seconds.memory > moved / 1e3
   # Matrices in bfloat16 are gathered twice and their gradients summed, tables
-  # once, in float32, and twice; along 'fsdp' half of it leaves a device.
+  # once, in float32, and twice. Each has its half; of it half leaves a device.
   matrices, table = 2 * 3 * (4 * D * D + 3 * D * M), 4 * V * D
   gathered, summed = 2 * matrices + table, matrices + 2 * table
-  along_fsdp, along_data = (gathered + summed) / 2, 2 * 3 / 4 * summed / 2
-  parameters = (along_fsdp + along_data) / 2
+  along_fsdp, along_data = (gathered + summed) / 2 / 2, 2 * summed / 4 / 2
   # In each layer six streams are gathered and seven scattered, and five at the
-  # ends; of a stream of 2 rows half leaves a device.
-  streams = (3 * (6 + 7) + 5) * 2 * 2 * 32 * D / 2
-  assert seconds.exchanges == pytest.approx(parameters / 1e3 + streams / 2e3)
-  # The state is read and written, gradients too.
-  assert (
-    seconds.memory > (32 + 8) * cost_model.local_parameters(config, plan) / 1e3
+  # ends; of a stream of 4 rows half leaves a device.
+  along_tensor = (3 * (6 + 7) + 5) * 2 * 4 * 32 * D / 2
+  # Only neighbours along 'tensor' are near.
+  assert seconds.exchanges == pytest.approx(
+    along_tensor / 3e3 + along_fsdp / 1e3 + along_data / 1e3
   )
+
+
+def test_a_group_has_the_links_of_its_devices():
+  config = config_of()
+  device = cost_model.DEVICES['H100']
+
+  def seconds(device, **axes):
+    return cost_model.step_seconds(
+      config, cost_model.Plan(64, 32, **axes), device
+    ).exchanges
+
+  # Eight devices of 50 GB a second bring 400 into a group, not 450; were all
+  # near, 63 of 64 parts would take as long as 7 of 8 take in one group.
+  alone, many = seconds(device, fsdp=8), seconds(device, fsdp=64)
+  assert many == pytest.approx(alone * (63 / 64) / (7 / 8) * 450 / 400)
+  # A device along 'data' has its own part to send, through its own link.
+  far = cost_model.data_traffic(config, cost_model.Plan(64, 32, 8, 8))
+  assert seconds(device, data=8, fsdp=8) == pytest.approx(alone + far / 50e9)
 
 
 def test_the_program_of_a_mesh_is_that_of_the_model(tmp_path):

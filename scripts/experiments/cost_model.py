@@ -242,16 +242,15 @@ def compute_bytes(config: TransformerConfig) -> int:
   return {'float32': 4, 'bfloat16': 2}[config.dtype]
 
 
-def parameter_traffic(
+def fsdp_traffic(
   config: TransformerConfig, plan: Plan, *, sums: int = 1
 ) -> float:
-  """Bytes that one device sends in a step along 'fsdp' and 'data'.
+  """Bytes that one device sends in a step along 'fsdp'.
 
-  Of each part, with rings: every matrix is gathered along 'fsdp' for the
-  forward and again for the backward pass, and its gradient summed and
-  scattered (Rajbhandari et al. 2020, arXiv 1910.02054, section 7.2.2); then the
-  gradient of what is left is summed along 'data'. Tables are gathered and their
-  gradients summed in float32, of the embedding and of the head.
+  Of each part, with rings: every matrix is gathered for the forward and again
+  for the backward pass, and its gradient summed and scattered (Rajbhandari et
+  al. 2020, arXiv 1910.02054, section 7.2.2). Tables are gathered in float32,
+  and so are their gradients summed, that of the embedding and that of the head.
 
   Args:
     config: of the network.
@@ -259,14 +258,26 @@ def parameter_traffic(
     sums: 1 where a sum is scattered at once; 2 where it is made everywhere
       first, as XLA's CPU back end does.
   """
-  matrices = compute_bytes(config) * multiplied(config)
-  table = 4 * config.vocab_size * config.model_dim
   tables = 1 if config.tied_head else 2
-  gathered = 2 * matrices + tables * table
-  summed = matrices + 2 * table
-  fsdp = _ring(plan.fsdp) * (gathered + sums * summed)
-  data = 2 * _ring(plan.data) * summed / plan.fsdp
-  return plan.accumulation * (fsdp + data) / plan.tensor
+  gathered = 2 * compute_bytes(config) * multiplied(config)
+  gathered += tables * 4 * config.vocab_size * config.model_dim
+  sent = gathered + sums * _summed_bytes(config)
+  return plan.accumulation * _ring(plan.fsdp) * sent / plan.tensor
+
+
+def data_traffic(config: TransformerConfig, plan: Plan) -> float:
+  """Bytes that one device sends in a step along 'data': gradients, summed.
+
+  The gradient of each part is summed before it is added to that of the others.
+  """
+  local = _summed_bytes(config) / (plan.fsdp * plan.tensor)
+  return plan.accumulation * 2 * _ring(plan.data) * local
+
+
+def _summed_bytes(config):
+  """Gradients of matrices as values are computed, of tables in float32."""
+  tables = 2 * 4 * config.vocab_size * config.model_dim
+  return compute_bytes(config) * multiplied(config) + tables
 
 
 def activation_traffic(
@@ -282,7 +293,7 @@ def activation_traffic(
   Args:
     config: of the network.
     plan: of the step.
-    sums: as in `parameter_traffic`.
+    sums: as in `fsdp_traffic`.
   """
   opening = 3 + (2 if config.mlp == 'swiglu' else 1)
   gathers, scatters = 2 + 2, 2 + opening
@@ -340,14 +351,31 @@ def step_seconds(
     )
   )
 
-  def speed(devices):
-    is_near = devices <= device.group
-    return device.near_gb_per_second if is_near else device.far_gb_per_second
-
+  sent = {
+    'tensor': activation_traffic(config, plan),
+    'fsdp': fsdp_traffic(config, plan),
+    'data': data_traffic(config, plan),
+  }
+  exchanges, inner = 0.0, 1
+  for axis in reversed(placement.AXES):  # Neighbours first.
+    size = getattr(plan, axis)
+    exchanges += sent[axis] / (1e9 * _speed(device, inner, size))
+    inner *= size
   return Seconds(
     step_operations(config, plan)
     / (plan.devices * device.tera_operations * 1e12),
     moved / (device.memory_gb_per_second * 1e9),
-    activation_traffic(config, plan) / (speed(plan.tensor) * 1e9)
-    + parameter_traffic(config, plan) / (speed(plan.devices) * 1e9),
+    exchanges,
   )
+
+
+def _speed(device, inner, size):
+  """10^9 bytes a second of a device along an axis, `inner` devices apart.
+
+  What all devices of a group exchange with other groups enters each group once,
+  through the links of all its devices.
+  """
+  if inner * size <= device.group:
+    return device.near_gb_per_second
+  links = max(1, device.group // inner)
+  return min(device.near_gb_per_second, links * device.far_gb_per_second)

@@ -131,7 +131,8 @@ def predicted(model, plan, *, sums):
     'temporaries_gb': cost_model.temporary_bytes(model, plan) / _GB,
     'sent_gb': (
       cost_model.activation_traffic(model, plan, sums=sums)
-      + cost_model.parameter_traffic(model, plan, sums=sums)
+      + cost_model.fsdp_traffic(model, plan, sums=sums)
+      + cost_model.data_traffic(model, plan)
     )
     / _GB,
     'operations': cost_model.step_operations(model, plan),
