@@ -115,6 +115,14 @@ def test_several_shards_and_documents_held_out(tmp_path, corpus):
   assert data.tokenizer.vocab == whole.tokenizer.vocab
 
 
+def test_a_single_document_cannot_be_held_out(tmp_path):
+  (tmp_path / 'a.txt').write_text('all there is')
+  with pytest.raises(ValueError, match='of a single document none can be'):
+    run(tmp_path / 'out', tmp_path / 'a.txt', '--validation_share=0.1')
+  with pytest.raises(ValueError, match='no file is named'):
+    preparation.prepare(tmp_path / 'none', [])
+
+
 def test_held_out_files(tmp_path, corpus):
   other = tmp_path / 'b.txt'
   other.write_text('held out, with the letters x and z')
@@ -266,6 +274,9 @@ def test_the_tokenizer_of_a_model_or_of_its_file(tmp_path, corpus):
     preparation.load_tokenizer(model / 'tokenizer.json', mask_id=7)
   with pytest.raises(FileNotFoundError, match='no tokenizer'):
     preparation.load_tokenizer(tmp_path)
+  published = script_runner.ROOT / 'tests' / 'golden' / 'dream'
+  with pytest.raises(ValueError, match=r'dream has no tokenizer.json'):
+    preparation.load_tokenizer(published)
 
 
 def test_a_tokenizer_without_mask_may_get_one_after_its_ids(

@@ -156,6 +156,8 @@ def prepare(
   """
   settings = settings or Settings()
   check_integer('workers', workers, 1)
+  if not files:
+    raise ValueError('no file is named')
   for path in set(files) & set(validation_files):
     raise ValueError(f'{path} is both in files and in validation_files')
   _check_together(settings, validation_files, tokenizer, template)
@@ -172,6 +174,9 @@ def prepare(
       for paths in (files, validation_files)
     ]
     made_of |= _made_from(scans)
+    count = sum(told['documents'] for told in made_of['files'])
+    if settings.validation_every and count == 1:
+      raise ValueError('of a single document none can be held out')
     _check_same(directory, begun, made_of)
     made_of = begun or made_of  # Its paths are those of the first call.
     if not (directory / prepared.RECORD).exists():
@@ -311,10 +316,9 @@ def _alone(directory) -> Iterator[pathlib.Path]:
 
 def _remove_unwritten(directory):
   """Removes what was being written when a process ended."""
-  for folder in (directory, *(directory / part for part in prepared.PARTS)):
-    for path in folder.glob(
-      prepared.unfinished(folder / '*', process='*').name
-    ):
+  pattern = prepared.unfinished(directory / '*', process='*').name
+  for folder in ('', _UNITS, *prepared.PARTS):
+    for path in (directory / folder).glob(pattern):
       path.unlink()
 
 
@@ -390,11 +394,18 @@ def _made_how(settings, tokenizer, template):
     'template_sha256': template
     and _sha256(json.dumps([template.source, template.special])),
     'versions': {
-      name: importlib.metadata.version(name)
+      name: _version(name)
       for name in ('mdlm_jax', 'tokenizers', 'array_record')
     },
   }
   return json.loads(json.dumps(told))
+
+
+def _version(package):
+  try:
+    return importlib.metadata.version(package)
+  except importlib.metadata.PackageNotFoundError:  # It runs from a checkout.
+    return None
 
 
 def _made_from(scans):
@@ -578,9 +589,17 @@ def _fault(ids, vocab):
   return 'hold MASK' if (ids == vocab.mask_id).any() else ''
 
 
+def _read_report(directory, unit):
+  report = json_files.read(_report(directory, unit))
+  for told in report['parts'].values():
+    for name in ('lengths', 'num_given'):  # A corpus may have very many.
+      told[name] = np.array(told[name], np.int32)
+  return report
+
+
 def _record(directory, units, made_of, tokenizer):
   """Writes the index; returns the content of prepared.json."""
-  reports = [json_files.read(_report(directory, unit)) for unit in units]
+  reports = [_read_report(directory, unit) for unit in units]
   left_out = {}
   for report in reports:
     for reason, told in report['left_out'].items():
@@ -592,15 +611,15 @@ def _record(directory, units, made_of, tokenizer):
     if part == 'training' and not found:
       raise ValueError(f'no document is left to train on: {left_out}')
     lengths, num_given = (
-      list(itertools.chain(*(unit[name] for unit in found)))
+      np.concatenate([np.zeros(0, np.int32), *(unit[name] for unit in found)])
       for name in ('lengths', 'num_given')
     )
     if found:
       prepared.write_index(directory / part, lengths, num_given)
     parts[part] = {
       'documents': len(lengths),
-      'tokens': sum(lengths),
-      'given_tokens': sum(num_given),
+      'tokens': int(lengths.sum(dtype=np.int64)),
+      'given_tokens': int(num_given.sum(dtype=np.int64)),
       'text_bytes': sum(unit['text_bytes'] for unit in found),
       'shards': [unit['shard'] for unit in found],
     }

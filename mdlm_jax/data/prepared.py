@@ -262,7 +262,9 @@ def write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
 
 
 def write_index(
-  folder: pathlib.Path, lengths: Sequence[int], num_given: Sequence[int]
+  folder: pathlib.Path,
+  lengths: Int[np.ndarray, 'N'],
+  num_given: Int[np.ndarray, 'N'],
 ) -> None:
   """Writes the numbers of the documents of a part."""
   for name, values in ((LENGTHS, lengths), (NUM_GIVEN, num_given)):
