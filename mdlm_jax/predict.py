@@ -14,8 +14,12 @@ from mdlm_jax.caches import Computed, computed_features
 from mdlm_jax.constraints import Constraint, allowed_at
 from mdlm_jax.corruption import corrupt
 from mdlm_jax.guidance import Guidance, combine
+from mdlm_jax.models import placement
 from mdlm_jax.schedules import Schedule
 from mdlm_jax.vocab import Vocab
+
+# Of one device, in target log-probabilities; float32, three such arrays.
+_MOST_LOGITS = 2**26
 
 
 class Denoiser(NamedTuple):
@@ -165,10 +169,15 @@ def network_logits(
   features = denoiser.features
   if computed is not None and cache is not None:
     features = functools.partial(computed_features, features, computed)
-  if denoiser.shifted:
-    features = functools.partial(shifted_features, features)
-  hidden, cache = features(params, cache, ids, **inputs)
+  hidden, cache = _aligned(denoiser, features)(params, cache, ids, **inputs)
   return denoiser.head(params, hidden), cache
+
+
+def _aligned(denoiser, features):
+  """Hidden states at each slot that speak of it."""
+  if denoiser.shifted:
+    return functools.partial(shifted_features, features)
+  return features
 
 
 def target_log_probs(
@@ -213,8 +222,7 @@ def target_log_probs(
     if positions is None:
       length = clean_ids.shape[1]
       positions = jnp.broadcast_to(jnp.arange(length), clean_ids.shape)
-    logits, _ = network_logits(
-      denoiser,
+    hidden, _ = _aligned(denoiser, denoiser.features)(
       params,
       None,
       corrupted_ids,
@@ -227,10 +235,53 @@ def target_log_probs(
     hidden = denoiser.paired(
       params, corrupted_ids, clean_ids, positions=positions, **inputs
     )
-    logits = denoiser.head(params, hidden)
-  logits = allowed(logits, vocab)
-  target = jnp.take_along_axis(logits, clean_ids[..., None], -1)[..., 0]
-  return target - jax.nn.logsumexp(logits, -1)
+
+  def of_slots(params, hidden, ids):
+    logits = allowed(denoiser.head(params, hidden), vocab)
+    # Not by an index, to which all logits would go where ids are split.
+    is_id = ids[..., None] == jnp.arange(vocab.size)
+    log_probs = jnp.sum(logits, -1, where=is_id) - jax.nn.logsumexp(logits, -1)
+    return jnp.where((ids >= 0) & (ids < vocab.size), log_probs, jnp.nan)
+
+  return _in_chunks(of_slots, vocab.size)(params, hidden, clean_ids)
+
+
+def _in_chunks(of_slots, num_ids):
+  """The same function of slots, for some after others where logits are many.
+
+  The gradient computes the logits again, so that those of all slots never are
+  in memory together; on two CPU cores that takes no more time.
+  """
+
+  def in_chunks(params, hidden, ids):
+    num_devices = math.prod(placement.context_mesh().values())
+    num_chunks = _divisor(
+      ids.shape[1], ids.size * num_ids / num_devices / _MOST_LOGITS
+    )
+    if num_chunks == 1:
+      return of_slots(params, hidden, ids)
+
+    def scan(params, hidden, ids):
+      # Neighbours in different chunks: all devices have slots of each.
+      hidden, chunks = (
+        jnp.moveaxis(x.reshape(len(x), -1, num_chunks, *x.shape[2:]), 2, 0)
+        for x in (hidden, ids)
+      )
+      of_chunk = jax.checkpoint(
+        functools.partial(of_slots, params), prevent_cse=False
+      )
+      log_probs = jax.lax.map(lambda x: of_chunk(*x), (hidden, chunks))
+      return jnp.moveaxis(log_probs, 0, 2).reshape(ids.shape)
+
+    return placement.by_rows(scan, params, hidden, ids)
+
+  return in_chunks
+
+
+def _divisor(number, least):
+  """The smallest divisor that is at least so large; the number if none is."""
+  divisors = (n for n in range(1, number) if number % n == 0 and n >= least)
+  return next(divisors, number)
 
 
 def corrupted_log_probs(

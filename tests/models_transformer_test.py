@@ -407,6 +407,43 @@ def test_equal_configs_give_the_same_functions_and_one_trace():
   assert len(traces) == 1
 
 
+def test_what_a_gradient_keeps_changes_memory_only():
+  config = dataclasses.replace(CONFIG, num_layers=6)
+  params = random_params(config)
+  ids = np.tile(IDS, (16, 2))
+
+  def computed(remat):
+    network = transformer.denoiser(config, remat=remat)
+
+    def loss(params):
+      hidden, _ = network.features(
+        params, None, ids, at=None, step=0, t=jnp.ones(len(ids)),
+        valid=jnp.ones(ids.shape, bool), segments=None,
+        positions=jnp.broadcast_to(jnp.arange(16), ids.shape),
+      )  # fmt: skip
+      return (hidden**3).mean()
+
+    gradient = jax.jit(jax.grad(loss)).lower(params).compile()
+    return gradient(params), gradient.memory_analysis().temp_size_in_bytes
+
+  found = {remat: computed(remat) for remat in transformer.REMAT}
+  for gradient, _ in found.values():
+    jax.tree.map(
+      lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6),
+      gradient, found['dots'][0],
+    )  # fmt: skip
+  assert found['all'][1] > 1.5 * found['dots'][1]
+  assert found['dots'][1] > 1.5 * found['none'][1]
+
+
+def test_only_known_names_say_what_a_gradient_keeps():
+  assert transformer.denoiser(CONFIG) is transformer.denoiser(
+    CONFIG, remat='dots'
+  )
+  with pytest.raises(ValueError, match="remat='some' must be one of dots, all"):
+    transformer.denoiser(CONFIG, remat='some')
+
+
 def test_vmap_over_models_equals_a_loop():
   both = [random_params(CONFIG, seed) for seed in (0, 1)]
   stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *both)

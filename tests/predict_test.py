@@ -96,6 +96,56 @@ def test_target_log_probs_exclude_what_may_not_be_drawn():
   assert got[0, 3] == -jnp.inf
 
 
+def test_many_logits_are_made_in_chunks_of_slots(monkeypatch):
+  """The same numbers and gradients; all logits never are together."""
+  rows, length, num_ids, width = 4, 48, 512, 8
+  vocab = Vocab(size=num_ids, mask_id=7)
+  denoiser = Denoiser(
+    lambda params, cache, ids, **unused: (params['hidden'], ()),
+    lambda params, hidden: hidden @ params['table'],
+  )
+  rng = np.random.default_rng(0)
+  params = {
+    'hidden': rng.normal(size=(rows, length, width)).astype(np.float32),
+    'table': rng.normal(size=(width, num_ids)).astype(np.float32),
+  }
+  ids = jnp.asarray(rng.integers(8, num_ids, (rows, length), np.int32))
+  weights = rng.normal(size=(rows, length)).astype(np.float32)
+
+  def computed(most):
+    monkeypatch.setattr(predict_lib, '_MOST_LOGITS', most)
+
+    def loss(params):
+      log_probs = predict_lib.target_log_probs(
+        denoiser, params, vocab, ids, ids, t=jnp.ones(rows),
+        valid=jnp.ones((rows, length), bool),
+      )  # fmt: skip
+      return jnp.sum(weights * log_probs), log_probs
+
+    gradient = jax.jit(jax.grad(loss, has_aux=True)).lower(params).compile()
+    return gradient(params), gradient.memory_analysis().temp_size_in_bytes
+
+  whole, whole_bytes = computed(rows * length * num_ids)
+  # The least divisor of 48 that is at least 13 is 16.
+  parts, bytes_in_parts = computed(rows * length * num_ids / 13)
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6),
+    whole, parts,
+  )  # fmt: skip
+  all_logits = 4 * rows * length * num_ids
+  assert whole_bytes > all_logits > 2 * bytes_in_parts
+
+
+@pytest.mark.parametrize('outside', [-1, 12])
+def test_an_id_that_is_none_has_no_probability(outside):
+  ids = jnp.array([[3, outside]])
+  log_probs = predict_lib.target_log_probs(
+    table_denoiser(), jnp.zeros((1, 2, 12)), VOCAB, ids, ids,
+    t=jnp.ones(1), valid=jnp.ones((1, 2), bool), positions=ids,
+  )  # fmt: skip
+  assert np.isnan(log_probs).tolist() == [[False, True]]
+
+
 def test_a_head_of_another_vocabulary_is_refused():
   with pytest.raises(ValueError, match='11 columns for a vocabulary of 12'):
     call(jnp.zeros((1, 1, 11)))

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from mdlm_jax.models import placement
 from mdlm_jax.models.config import ExpertsConfig, TransformerConfig
 
 # Rows of a block: half of what an expert has on average, within these.
@@ -62,20 +63,13 @@ class Experts(nnx.Module):
     """The mixture of a layer, whose experts stand at `layer` of a stack."""
     experts = self.config.experts
     tokens = x.reshape(-1, x.shape[-1])
-    weights, chosen = route(
-      router_logits(tokens, self.router[...]),
+    weights, chosen = placement.by_rows(
+      lambda bias, logits: route(logits, bias, experts),
       self.selection_bias[...] if experts.selection_bias else None,
-      experts,
+      router_logits(tokens, self.router[...]),
     )
-    mixed = jax.lax.platform_dependent(
-      tokens,
-      weights,
-      chosen,
-      layer,
-      *(matrix[...] for matrix in (self.gate, self.up, self.out)),
-      cpu=mix_in_blocks,
-      default=mix_by_ragged_dot,
-    )
+    matrices = (matrix[...] for matrix in (self.gate, self.up, self.out))
+    mixed = mix(tokens, weights, chosen, layer, *matrices)
     if experts.shared_width is not None:
       shared = self.shared_gate, self.shared_up, self.shared_out
       mixed += swiglu(tokens, *(m[...].astype(x.dtype) for m in shared))
@@ -164,6 +158,50 @@ def _of_best_groups(ranked, experts):
 def swiglu(x, gate, up, out):
   """(silu(x gate) * (x up)) out (Shazeer, 2020)."""
   return (jax.nn.silu(x @ gate) * (x @ up)) @ out
+
+
+def mix(
+  tokens: Float[Array, 'T d'],
+  weights: Float[Array, 'T k'],
+  chosen: Int[Array, 'T k'],
+  layer: Int[Array, ''] | int,
+  gate: Float[Array, 'N E d f'],
+  up: Float[Array, 'N E d f'],
+  out: Float[Array, 'N E f d'],
+) -> Float[Array, 'T d']:
+  """The weighted sum of each token's experts, as the devices do it best.
+
+  On a mesh each device has its tokens, and of every expert its part of the
+  hidden units: no token goes to another device, none is dropped. Arguments are
+  those of `mix_in_blocks`.
+  """
+  on_device = functools.partial(
+    jax.lax.platform_dependent, cpu=mix_in_blocks, default=mix_by_ragged_dot
+  )
+  context = placement.context_mesh()
+  if not context:
+    return on_device(tokens, weights, chosen, layer, gate, up, out)
+
+  def split(size, axes):
+    names = tuple(name for name in axes if name in context)
+    return names if placement.fits(size, names) else ()
+
+  rows = jax.P(split(len(tokens), placement.ROWS))
+  hidden = split(gate.shape[-1], placement.TENSOR)
+
+  def part(tokens, weights, chosen, *matrices):
+    matrices = (matrix[None] for matrix in matrices)
+    mixed = on_device(tokens, weights, chosen, 0, *matrices)
+    return jax.lax.psum(mixed, hidden) if hidden else mixed
+
+  opening, closing = jax.P(None, None, hidden), jax.P(None, hidden, None)
+  return jax.shard_map(
+    part,
+    in_specs=(rows, rows, rows, opening, opening, closing),
+    out_specs=rows,
+    axis_names=set(context),
+    check_vma=False,
+  )(tokens, weights, chosen, *(matrix[layer] for matrix in (gate, up, out)))
 
 
 def mix_in_blocks(

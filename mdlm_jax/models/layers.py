@@ -18,7 +18,7 @@ from mdlm_jax import adapters, schedules
 from mdlm_jax.models.attention import rotate
 from mdlm_jax.models.config import TransformerConfig
 from mdlm_jax.models.experts import Experts
-from mdlm_jax.models.placement import ROWS, TENSOR, constrain
+from mdlm_jax.models.placement import ROWS, TENSOR, constrain, fits
 
 _NUM_WAVES = 128
 # Spread of a fresh network's logits: small, so that it starts near the uniform
@@ -180,12 +180,14 @@ class Outer(nnx.Module):
       self.modulation = _modulator(config, rngs, (0, 0))
 
   def embed(self, ids):
-    table = self.embedding[...]
+    # Whole along the width, or every device would look up all rows of a batch.
+    table = constrain(self.embedding[...], TENSOR, None)
     if len(table) <= _MOST_ONE_HOT_ROWS:
       one_hot = jax.nn.one_hot(ids, len(table), dtype=table.dtype)
       rows = jnp.matmul(one_hot, table, precision='highest')
     else:
       rows = table[ids]
+    rows = constrain(rows, ROWS, None, None)
     stream = (rows * embedding_scale(self.config)).astype(self.config.dtype)
     return constrain(stream, ROWS, TENSOR, None)
 
@@ -211,13 +213,14 @@ class Outer(nnx.Module):
 
   def logits(self, hidden):
     table = self.embedding if self.config.tied_head else self.head
+    table = constrain(table[...].astype(hidden.dtype), TENSOR, None)
     logits = jnp.einsum(
-      'bld,vd->blv',
-      hidden,
-      table[...].astype(hidden.dtype),
-      preferred_element_type=jnp.float32,
+      'bld,vd->blv', hidden, table, preferred_element_type=jnp.float32
     )
-    logits = constrain(logits, ROWS, None, TENSOR)
+    # By slots where not by ids.
+    by_ids = fits(len(table), TENSOR)
+    over = (None, TENSOR) if by_ids else (TENSOR, None)
+    logits = constrain(logits, ROWS, *over)
     if self.config.logit_scale != 1:  # One pass over the logits less.
       logits *= self.config.logit_scale
     if self.config.head_bias:

@@ -26,6 +26,8 @@ from jaxtyping import Array, Int, Shaped
 
 from mdlm_jax.models.config import TransformerConfig
 
+Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
+
 AXES = ('data', 'fsdp', 'tensor')
 # What the rows of a batch are split over.
 ROWS = ('data', 'fsdp')
@@ -80,9 +82,7 @@ def mesh(
   return jax.make_mesh(sizes, AXES, axis_types=types, devices=devices)
 
 
-def check(
-  mesh: jax.sharding.Mesh, config: TransformerConfig, batch_size: int
-) -> None:
+def check(mesh: Mesh, config: TransformerConfig, batch_size: int) -> None:
   """Raises unless the network and a batch can be split evenly.
 
   The number of ids is free, as it is that of a tokenizer: a table that 'tensor'
@@ -123,7 +123,9 @@ def check(
       )
 
 
-def sharding(mesh: jax.sharding.Mesh) -> Callable:
+def sharding(
+  mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+) -> Callable:
   """Where each parameter goes, for the `sharding` of `directory.load`.
 
   Matrices that open a branch lie by their outputs over 'tensor', those that
@@ -132,7 +134,7 @@ def sharding(mesh: jax.sharding.Mesh) -> Callable:
   What an axis does not divide, and every vector, is on all devices.
 
   Args:
-    mesh: the devices, see `mesh`.
+    mesh: the devices, see `mesh`; or their number along each axis.
 
   Returns:
     `sharding(key, shape)`; a key may stand under others, as in a train state.
@@ -153,7 +155,7 @@ def sharding(mesh: jax.sharding.Mesh) -> Callable:
   return place
 
 
-def state_sharding(mesh: jax.sharding.Mesh, state: Any) -> Any:
+def state_sharding(mesh: Mesh, state: Any) -> Any:
   """Where the leaves of a tree that contains parameters go.
 
   The average and the moments of an optimizer lie as the parameters whose keys
@@ -254,33 +256,68 @@ def constrain(
     True
   """
   context = context_mesh()
-  if context is None:
+  if not context:
     return x
 
-  def fitting(names, size):
+  def names(names, size):
     if names is None:
       return None
-    names = tuple(name for name in names if name in context)
-    divides = size % math.prod(context[name] for name in names) == 0
-    return names if divides else jax.P.UNCONSTRAINED
+    if not fits(size, names):
+      return jax.P.UNCONSTRAINED
+    return tuple(name for name in names if name in context)
 
-  spec = jax.P(*map(fitting, axes, x.shape))
-  return jax.lax.with_sharding_constraint(x, spec)
+  return jax.lax.with_sharding_constraint(x, jax.P(*map(names, axes, x.shape)))
 
 
-def context_mesh() -> dict[str, int] | None:
-  """Axes of more than one device that XLA may use here, and their sizes.
+def by_rows(
+  function: Callable, params: Any, *arrays: Shaped[Array, 'B ...']
+) -> Any:
+  """`function(params, *arrays)`, computed on each device for its own rows.
 
-  None where no mesh is set, and inside what one device computes of a
+  For a function that takes its rows in parts, after each of which XLA would sum
+  the gradient of `params` over the devices; and for what XLA cannot split, such
+  as `top_k`.
+
+  Args:
+    function: takes any number of rows, each by itself.
+    params: whole on every device while it is computed.
+    *arrays: their first axis is rows.
+
+  Returns:
+    What the function returns for all rows; its leaves' first axis is rows, too.
+  """
+  context = context_mesh()
+  names = tuple(name for name in ROWS if name in context)
+  if not names or not fits(len(arrays[0]), names):
+    return function(params, *arrays)
+  return jax.shard_map(
+    function,
+    in_specs=(jax.P(), *[jax.P(names)] * len(arrays)),
+    out_specs=jax.P(names),
+    axis_names=set(names),
+    # With it the sums are where the parameters are used.
+    check_vma=False,
+  )(params, *arrays)
+
+
+def fits(size: int, axes: tuple[str, ...]) -> bool:
+  """Whether the axes of the context's mesh divide a size; without one True."""
+  context = context_mesh()
+  return size % math.prod(context.get(name, 1) for name in axes) == 0
+
+
+def context_mesh() -> dict[str, int]:
+  """Axes of more than one device over which XLA may split here.
+
+  Empty where no mesh is set, and without what is split already inside of
   `jax.shard_map`.
   """
   mesh = jax.sharding.get_abstract_mesh()
-  sizes = {
+  return {
     name: mesh.shape[name]
     for name in mesh.auto_axes
     if name in AXES and mesh.shape[name] > 1
   }
-  return sizes or None
 
 
 def _split_axes(key):
