@@ -1,9 +1,11 @@
 """A small training run, to be killed, stopped and fed bad gradients.
 
   python survival_run.py --workdir=DIR --text=FILE [--hold=POINT --marker=FILE]
+    [--processes=INDEX,COUNT,PORT]
 
 With --hold the run stands still the next time that it comes to a point of
-`POINTS`, after it has made the file --marker, until it is killed.
+`POINTS`, after it has made the file --marker, until it is killed. With
+--processes it is one of several processes.
 """
 
 import json
@@ -12,11 +14,12 @@ import re
 import sys
 import time
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from mdlm_jax import command_line, losses, run_config, runs
+from mdlm_jax import command_line, losses, processes, run_config, runs
 from mdlm_jax.models import placement
 
 # What Python announces before it does it, and of which path.
@@ -39,6 +42,7 @@ _PASSES = flags.DEFINE_integer(
 )
 _MARKER = flags.DEFINE_string('marker', None, 'Made where it stands still.')
 _STEP_SECONDS = flags.DEFINE_float('step_seconds', 0, 'Added to every step.')
+_PROCESSES = flags.DEFINE_list('processes', [], 'Index, number, port.')
 _POISONED = flags.DEFINE_list(
   'poisoned', [], 'First and last step, from here, with a gradient of NaN.'
 )
@@ -110,13 +114,15 @@ def change_batches(path, step_seconds, poisoned):
 
 
 def main(_):
+  if _PROCESSES.value:
+    index, count, port = _PROCESSES.value
+    processes.start(f'127.0.0.1:{port}', int(count), int(index))
   workdir = pathlib.Path(_WORKDIR.value)
   workdir.mkdir(parents=True, exist_ok=True)
   if _HOLD.value:
     stand_still(_HOLD.value, _PASSES.value, pathlib.Path(_MARKER.value))
-  change_batches(
-    workdir / 'record_ids.jsonl', _STEP_SECONDS.value, _POISONED.value
-  )
+  name = f'record_ids_{jax.process_index()}.jsonl'
+  change_batches(workdir / name, _STEP_SECONDS.value, _POISONED.value)
   return runs.train(small_config(_TEXT.value, _STEPS.value), workdir)
 
 

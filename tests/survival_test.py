@@ -32,13 +32,14 @@ def environment(base):
 
 
 class Session:
-  """One start of the run in a process of its own."""
+  """One start of the run, in a process of its own or as one of several."""
 
-  def __init__(self, base, workdir, *options):
-    self.workdir, self.marker = workdir, base / 'marker'
+  def __init__(self, base, workdir, *options, index=0):
+    self.workdir, self.marker = workdir, base / f'marker_{index}'
     self.marker.unlink(missing_ok=True)
-    self._before = len(lines(workdir / 'record_ids.jsonl'))
-    self._output = (base / 'output').open('w+')
+    self.record_ids = f'record_ids_{index}.jsonl'
+    self._before = len(lines(workdir / self.record_ids))
+    self._output = (base / f'output_{index}').open('w+')
     self.process = subprocess.Popen(
       [sys.executable, ROOT / 'tests' / 'survival_run.py']
       + [f'--workdir={workdir}', f'--text={base / "text.txt"}']
@@ -51,7 +52,7 @@ class Session:
 
   def steps(self):
     """Row numbers of the batches taken since the start, step by step."""
-    return lines(self.workdir / 'record_ids.jsonl')[self._before :]
+    return lines(self.workdir / self.record_ids)[self._before :]
 
   def output(self):
     self._output.seek(0)
@@ -99,7 +100,7 @@ def write_text(base):
 def assert_steps_are_those_of(session, unbroken):
   """Its batches were the ones that follow the step it went on from."""
   seen, first = session.steps(), session.first_step()
-  expected = lines(unbroken / 'record_ids.jsonl')
+  expected = lines(unbroken / 'record_ids_0.jsonl')
   assert seen == expected[first : first + len(seen)]
 
 
@@ -214,7 +215,7 @@ def test_bad_gradients_are_skipped_counted_and_end_the_run(base):
   assert all(np.isfinite(array).all() for array in state.values())
   model = directory.load(workdir / 'model')
   assert all(np.isfinite(x).all() for x in flat(model.params).values())
-  before = lines(workdir / 'record_ids.jsonl')
+  before = lines(workdir / 'record_ids_0.jsonl')
 
   # The same command goes on, after the step that was made before step 7 was
   # looked at; now only two steps in a row are bad.

@@ -1,7 +1,7 @@
-"""A run killed fifty times, and on a full disk.
+"""A run killed fifty times, one of two processes, and one on a full disk.
 
-Ten to fifteen minutes on two cores; the second test needs `unshare` of
-util-linux and a kernel that lets a user mount a tmpfs:
+Ten to fifteen minutes on two cores; the last test needs `unshare` of util-linux
+and a kernel that lets a user mount a tmpfs:
 
   python -m pytest -q -s tests/slow/survival_slow_test.py -o addopts=
 """
@@ -16,12 +16,14 @@ import time
 
 import pytest
 import survival_run
+from checkpoints_test import free_port
 from survival_test import (
   ROOT,
   Session,
   assert_equal_runs,
   assert_steps_are_those_of,
   environment,
+  lines,
   write_text,
 )
 
@@ -83,6 +85,56 @@ def test_fifty_kills_leave_no_trace(base):
     f'to its first step {statistics.median(recoveries):.1f} s (median), '
     f'{max(recoveries):.1f} s at most; went on from steps {progress}'
   )
+
+
+def start_two(base, workdir, *options, hold=()):
+  port = free_port()
+  return [
+    Session(
+      base,
+      workdir,
+      f'--processes={index},2,{port}',
+      *options,
+      *(hold if index == 0 else ()),
+      index=index,
+    )
+    for index in range(2)
+  ]
+
+
+def test_when_one_of_two_processes_is_killed_both_can_start_again(base):
+  rng = random.Random(1)
+  workdir, unbroken = base / 'two_killed', base / 'two_unbroken'
+  for session in start_two(base, unbroken):
+    assert session.result(300)[0] == 0, session.output()
+  waits = []
+  for victim, point in (
+    (0, 'between files'),
+    (1, None),
+    (0, 'before the commit'),
+    (0, None),
+    (1, None),
+    (0, 'during the removal'),
+  ):
+    hold = ('--passes=1', f'--hold={point}') if point else ()
+    pair = start_two(base, workdir, '--step_seconds=0.05', hold=hold)
+    if point:
+      assert pair[0].wait_until(pair[0].marker.exists), pair[0].output()
+    else:
+      assert pair[1].wait_until(pair[1].steps), pair[1].output()
+      time.sleep(rng.uniform(0, 0.5))
+    assert pair[victim].kill() == -signal.SIGKILL
+    begin = time.monotonic()
+    # The other does not wait for ever.
+    assert pair[1 - victim].result(200)[0] != 0
+    waits.append(time.monotonic() - begin)
+    for session in pair:
+      seen, first = session.steps(), pair[0].first_step()
+      assert seen == lines(unbroken / session.record_ids)[first:][: len(seen)]
+  for session in start_two(base, workdir):
+    assert session.result(300)[0] == 0, session.output()
+  assert_equal_runs(workdir, unbroken)
+  print(f'\nthe other process ended after {max(waits):.1f} s at most')
 
 
 # Runs in a namespace of its own, with a disk of 3 MB: fills it but for LEFT kB
