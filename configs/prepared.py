@@ -1,7 +1,8 @@
 """Pretraining on prepared data, in three sizes; for GPUs and TPUs.
 
   python scripts/train.py --config=configs/prepared.py:8B --workdir=runs/8b \
-    --config.data.prepared=DIR --config.mesh.fsdp=8 --config.accumulation=20
+    --config.data.prepared=DIR --config.mesh.fsdp=8 --config.remat=none \
+    --config.accumulation=80
 
 DIR is what scripts/prepare_data.py wrote. The sizes are those of MDLM (Sahoo et
 al. 2024), of SMDM's largest (Nie et al. 2024, arXiv 2410.18514) and of LLaDA
