@@ -12,8 +12,8 @@ therefore lists shape, type and a checksum of every array, with a checksum of
 the list; `restore` passes over what is damaged, but never over what is whole
 and of another run.
 
-Saving waits until the checkpoint is written, so that what goes wrong is told at
-the step where it does, before an older checkpoint is removed or the run goes on.
+Saving waits until the checkpoint is on the disk, so that what goes wrong is told
+at the step where it does, before an older one is removed or the run goes on.
 
 This is the only file that imports Orbax.
 """
@@ -89,6 +89,7 @@ def save(
       ocp.save_checkpointables(
         directory / str(step), {_STATE: state, _RUN: content}
       )
+    _bring_to_disk(directory / str(step))
   except Exception as error:  # Orbax and its formats raise all sorts.
     _remove_unfinished(directory)
     raise OSError(
@@ -382,6 +383,17 @@ def _remove_unfinished(directory):
     for end in _UNFINISHED:
       for path in directory.glob(f'*{end}'):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def _bring_to_disk(path):
+  """Waits until a checkpoint would outlast a loss of power."""
+  if jax.process_index() == 0:
+    for part in (*path.rglob('*'), path, path.parent):
+      handle = os.open(part, os.O_RDONLY)
+      try:
+        os.fsync(handle)
+      finally:
+        os.close(handle)
 
 
 def _remove(directory, step):

@@ -1,4 +1,5 @@
 import contextlib
+import errno
 import json
 import os
 import pathlib
@@ -344,6 +345,27 @@ def test_without_room_the_one_before_stays(two_saved, tmp_path, capfd, size):
   checkpoints.save(directory, random_state(3, 9), make_iterator(), SETTINGS)
   assert names(directory) == ['6', '9']
   assert 'Traceback' not in capfd.readouterr().err
+
+
+def test_none_is_removed_before_the_new_one_is_on_the_disk(
+  two_saved, tmp_path, monkeypatch
+):
+  # Some file systems find out only then that they are full.
+  directory = tmp_path / 'a'
+  shutil.copytree(two_saved, directory)
+  full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+  def fsync(handle):
+    if os.readlink(f'/proc/self/fd/{handle}').endswith('/run/data.json'):
+      raise full
+
+  with monkeypatch.context() as patched:
+    patched.setattr(os, 'fsync', fsync)
+    with pytest.raises(OSError, match=r'written to .*: No space left on'):
+      save(directory, random_state(3, 9))
+  assert names(directory) == ['3', '6', '9']
+  save(directory, random_state(3, 12))
+  assert names(directory) == ['12', '9']
 
 
 def free_port():
