@@ -73,7 +73,10 @@ class Tokenizer:
     if self.alphabet is not None:
       points, ids = self._ids_of_points
       return ids[np.searchsorted(points, _code_points(text))]
-    encoding = self.backend.encode(text, add_special_tokens=False)
+    # Without the places in the text, which take a quarter of the time.
+    (encoding,) = self.backend.encode_batch_fast(
+      [text], add_special_tokens=False
+    )
     return np.array(encoding.ids, np.int32)
 
   @functools.cached_property

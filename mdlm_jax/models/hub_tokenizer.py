@@ -119,10 +119,13 @@ class HubTokenizer:
       ValueError: the text holds bytes that are not UTF-8.
     """
     try:
-      ids = self.backend.encode(text, add_special_tokens=False).ids
+      # Without the places in the text, which take a quarter of the time.
+      (encoding,) = self.backend.encode_batch_fast(
+        [text], add_special_tokens=False
+      )
     except TypeError:  # Of surrogates, which stand for such bytes.
       raise ValueError('the text holds bytes that are not UTF-8') from None
-    return np.array(ids, np.int32)
+    return np.array(encoding.ids, np.int32)
 
   def decode(
     self, ids: Sequence[int] | Int[ArrayLike, 'n'], *, mask: str = ''
