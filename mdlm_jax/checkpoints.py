@@ -12,8 +12,8 @@ therefore lists shape, type and a checksum of every array, with a checksum of
 the list; `restore` passes over what is damaged, but never over what is whole
 and of another run.
 
-Saving waits until the checkpoint is on the disk, so that what goes wrong is told
-at the step where it does, before an older one is removed or the run goes on.
+Saving waits until the checkpoint is on the disk, so that what goes wrong is
+told where it does, before an older one is removed or the run goes on.
 
 This is the only file that imports Orbax.
 """
