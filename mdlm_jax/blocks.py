@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from mdlm_jax.canvas import Canvas
-from mdlm_jax.checks import check_integer
+from mdlm_jax.checks import check_integer, check_values
 
 
 @functools.partial(
@@ -129,8 +129,17 @@ def at(values: Array, slots: Int[Array, 'B W'] | None) -> Array:
 def put(
   canvas_values: Array, values: Array, slots: Int[Array, 'B W'] | None
 ) -> Array:
-  """The canvas with the window's values in place, the inverse of `at`."""
+  """The canvas with the window's values in place, the inverse of `at`.
+
+  Raises:
+    ValueError: a slot that the canvas has not, see `checks.check_values`; such
+      a value would be lost.
+  """
   if slots is None:
     return values
+  length = canvas_values.shape[1]
+  check_values(
+    (slots >= 0) & (slots < length), f'slots must lie in [0, {length})'
+  )
   rows = jnp.arange(slots.shape[0])[:, None]
   return canvas_values.at[rows, slots].set(values, unique_indices=True)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import checkify
 from small_joints import law_of, random_joint, total_variation
 
 from mdlm_jax import blocks as blocks_lib
@@ -195,6 +196,18 @@ def test_blocks_of_one_slot_are_the_chain_rule():
 def test_what_cannot_be_raises(make, message):
   with pytest.raises(ValueError, match=message):
     make()
+
+
+@pytest.mark.parametrize('slots', [[[2, 3]], [[-1, 0]]])
+def test_no_value_is_written_beside_the_canvas(slots):
+  """Or it would be moved on one device and lost on several."""
+  values, new = jnp.arange(3)[None], jnp.array([[8, 9]])
+  slots = jnp.array(slots)
+  with pytest.raises(ValueError, match=r'slots must lie in \[0, 3\) \(row 0\)'):
+    blocks_lib.put(values, new, slots)
+  error, _ = jax.jit(checkify.checkify(blocks_lib.put))(values, new, slots)
+  with pytest.raises(checkify.JaxRuntimeError, match='slots must lie in'):
+    error.throw()
 
 
 def test_512_tokens_in_32_steps_are_16_a_call():

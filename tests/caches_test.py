@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import checkify
 
 from mdlm_jax import (
   caches,
@@ -210,6 +211,13 @@ def test_a_slot_that_is_none_stores_nothing():
       [False, True, False, False],
       [True, False, False, True],
     ]
+  # A slot after it is a mistake.
+  call = jax.jit(checkify.checkify(functools.partial(hidden_states, denoiser)))
+  error, _ = call(params, ids, zeros, at)
+  error.throw()
+  error, _ = call(params, ids, zeros, at + 1)
+  with pytest.raises(checkify.JaxRuntimeError, match=r'at must .*\[0, 4\]'):
+    error.throw()
 
 
 @pytest.mark.parametrize(

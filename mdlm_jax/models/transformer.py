@@ -18,6 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Key
 
 from mdlm_jax import alignment, predict
+from mdlm_jax.checks import check_values
 from mdlm_jax.interning import interned
 from mdlm_jax.models import experts, int8
 from mdlm_jax.models.attention import (
@@ -163,6 +164,10 @@ def _features(
   if computed is None:
     attend = functools.partial(attend_all, mask)
   else:
+    length = ids.shape[1]
+    check_values(
+      (computed >= 0) & (computed <= length), f'at must lie in [0, {length}]'
+    )
     ids, positions, mask, t = (
       slots_of(x, computed) for x in (ids, positions, mask, t)
     )
