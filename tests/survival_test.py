@@ -170,22 +170,23 @@ def test_a_run_killed_stopped_and_damaged_equals_an_unbroken_one(base):
     assert_steps_are_those_of(session, unbroken)
 
   # At a moment that nothing marks, amid the steps from 30 on.
-  session = Session(base, workdir, '--step_seconds=0.1')
+  session = Session(base, workdir, '--step_seconds=0.2')
   assert session.wait_until(lambda: len(session.steps()) >= 3)
   assert session.kill() == -signal.SIGKILL
   assert session.first_step() == 30
   assert_steps_are_those_of(session, unbroken)
 
   # Stopped, as where a machine is taken away: saved within seconds.
-  session = Session(base, workdir, '--step_seconds=0.1')
+  session = Session(base, workdir, '--step_seconds=0.2')
   assert session.wait_until(lambda: len(session.steps()) >= 2)
   begin = time.monotonic()
   assert session.kill(signal.SIGTERM) == 0
-  assert time.monotonic() - begin < 5
+  assert time.monotonic() - begin < 10
   assert_steps_are_those_of(session, unbroken)
-  step = 30 + len(session.steps())
+  step = session.first_step() + len(session.steps())
   assert f'stopped at step {step}; the same command' in session.output()
-  assert sorted(path.name for path in saved.iterdir()) == ['30', str(step)]
+  assert 30 < step < 42
+  assert checkpoints.latest_step(saved) == step
   directory.load(workdir / 'model')
   assert not (workdir / 'evaluation.json').exists()
 
@@ -196,7 +197,7 @@ def test_a_run_killed_stopped_and_damaged_equals_an_unbroken_one(base):
   code, output = session.result()
   assert code == 0
   assert f'checkpoint {step} is damaged' in output
-  assert session.first_step() == 30
+  assert 30 <= session.first_step() < step
   assert_steps_are_those_of(session, unbroken)
   assert_equal_runs(workdir, unbroken)
 
