@@ -7,7 +7,6 @@ devices. What is written is written by the first of them.
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
@@ -55,29 +54,23 @@ def wait_for_all() -> None:
     multihost_utils.sync_global_devices('all')
 
 
-def any_raised(mesh: jax.sharding.Mesh, flag: bool) -> jax.Array:
-  """Whether a process has raised its flag, the same answer in all of them.
+def flags(mesh: jax.sharding.Mesh, is_raised: bool) -> jax.Array:
+  """The flags of all processes, to be asked inside the program of a step.
 
-  Nothing waits before the answer is read, so that a device is not kept from the
-  step that was given to it before.
+  A program of its own for the answer could pass others on their way to another
+  process, where they would wait for each other for ever.
 
   Args:
     mesh: of all devices.
-    flag: of this process.
+    is_raised: that of this process.
 
   Returns:
-    bool scalar.
+    bool, one for each device.
   """
   place = NamedSharding(mesh, jax.P(mesh.axis_names))
-  flags = jax.make_array_from_callback(
-    (mesh.size,), place, lambda _: np.array([flag])
+  return jax.make_array_from_callback(
+    (mesh.size,), place, lambda _: np.array([is_raised])
   )
-  return _any(flags)
-
-
-@jax.jit
-def _any(flags):
-  return jnp.any(flags)
 
 
 def gathered(tree: Any) -> Any:

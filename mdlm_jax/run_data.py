@@ -127,6 +127,23 @@ def prepared_data(
   )
 
 
+def summary(facts: dict) -> str:
+  """What rows are made of, in a line, from `DocumentRows.facts`."""
+  text = (
+    f'{facts["documents"]:,} documents in {facts["rows"]:,} rows, which are '
+    f'{facts["utilisation"]:.1%} full'
+  )
+  for name, meaning in (
+    ('too_long', 'longer than a row'),
+    ('all_given', 'without a token to learn'),
+  ):
+    if facts[name]:
+      text += f'; left out {facts[name]:,} {meaning}'
+  if 'filling_share' in facts:
+    text += f'; {facts["filling_share"]:.1%} of what is learned is filling'
+  return text
+
+
 def _evaluate_rows(config, held_out, model):
   some = np.arange(min(len(held_out), config.evaluation.most_rows))
   return evaluation.evaluate_rows(

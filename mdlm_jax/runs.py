@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from ml_collections import ConfigDict
 
@@ -209,6 +210,8 @@ def train(
   """
   run = prepare(config)
   settings = run_settings(config, run)
+  if 'rows' in run.data.facts:
+    processes.say(run_data.summary(run.data.facts['rows']))
   stopped_by = train_model(config, run, settings, workdir, resume=resume)
   if stopped_by is not None:
     return 130 if stopped_by == signal.SIGINT else 0
@@ -309,12 +312,20 @@ def compiled_step(
 ) -> Callable:
   """The step, compiled before anything is allocated; prints what it takes.
 
+  Returns:
+    `step(state, batch, key, frozen, flags) -> (state, metrics, is_raised)`,
+    see `training.train_step` and `processes.flags`.
+
   Raises:
     ValueError: a device cannot hold it.
   """
   step = run.make_step(
     state_sharding=jax.tree.map(lambda x: x.sharding, target)
   )
+
+  def step_and_answer(state, batch, key, frozen, flags):
+    return *step(state, batch, key, frozen), jnp.any(flags)
+
   batch_size = config.data.batch_size
   place = placement.batch_sharding(run.mesh)
   one = next(batches(run.data.rows, batch_size=1, seed=0))
@@ -325,7 +336,13 @@ def compiled_step(
     for name, x in one.items()
   }
   begin = time.monotonic()
-  traced = step.trace(target, batch, run.train_key, run.model.frozen)
+  traced = jax.jit(step_and_answer, donate_argnums=0).trace(
+    target,
+    batch,
+    run.train_key,
+    run.model.frozen,
+    processes.flags(run.mesh, False),
+  )
   compiled = traced.lower().compile()
   cost = program_cost.program_cost(traced, compiled)
   capacity = program_cost.device_capacity(jax.local_devices()[0])
@@ -384,8 +401,10 @@ def train_steps(config, run, step, settings, workdir, state, iterator):
 
     for number in range(start + 1, config.steps + 1):
       batch = placement.global_batch(run.mesh, next(iterator), batch_size)
-      state, metrics = step(state, batch, run.train_key, run.model.frozen)
-      is_raised = processes.any_raised(run.mesh, bool(caught))
+      flags = processes.flags(run.mesh, bool(caught))
+      state, metrics, is_raised = step(
+        state, batch, run.train_key, run.model.frozen, flags
+      )
       pending.append((number, metrics, is_raised))
       # Read one step late, so that the device never waits for the log; all
       # before a checkpoint, which holds the log.

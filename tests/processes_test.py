@@ -110,8 +110,6 @@ def test_flags_of_several_processes_need_each_other(tmp_path):
   assert not (tmp_path / 'run').exists()
 
 
-def test_a_flag_and_arrays_of_one_process():
-  mesh = placement.mesh(1, 1, 1)
+def test_the_flag_of_one_process():
   assert processes.is_first()
-  assert not processes.any_raised(mesh, False)
-  assert processes.any_raised(mesh, True)
+  assert processes.flags(placement.mesh(1, 1, 1), True).tolist() == [True]

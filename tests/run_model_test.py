@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from mdlm_jax import evaluation, run_config, runs
+from mdlm_jax import evaluation, run_config, run_data, runs
 from mdlm_jax.data import preparation
 from mdlm_jax.data.prepared import open_prepared
 from mdlm_jax.models import directory
@@ -118,6 +118,7 @@ def test_packed_documents_are_learned_and_evaluated(base, texts):
   # Near the uniform distribution over what may be drawn, after 4 steps.
   assert abs(report['nats_per_token'] - np.log(TOKENIZER.vocab.size - 2)) < 0.3
   assert 'rows' in evaluation.summary(report)
+  assert run_data.summary(facts).startswith('31 documents in ')
 
 
 def test_other_documents_are_another_run(base, examples):
@@ -142,6 +143,9 @@ def test_a_run_goes_on_from_the_parameters_of_a_model(base, examples, tmp_path):
     assert line['count'] == 16
   report = json.loads((tmp_path / 'evaluation.json').read_text())
   assert report['num_tokens'] == 10 * 4
+  # 55 sums have one digit: of 4 learned tokens 2 are filling, else 1.
+  assert 'rows, which are 4' in run_data.summary(report['rows'])
+  assert '% of what is learned is filling' in run_data.summary(report['rows'])
 
 
 @pytest.mark.parametrize('int8', [False, True])
