@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import resource_tracker
 from typing import Any
 
-import numpy as np
-
 # Told of work done since the last time, in amounts that add up.
 Advance = Callable[..., None]
 
@@ -36,8 +34,8 @@ def mapped(
     function: what is done with an item; other processes import it by its name.
     items: what it is done with.
     workers: processes; 1: this one.
-    advance: is called with what the function calls its own with, perhaps
-      several times added up.
+    advance: is called with what the function calls its own with, added up
+      since the last time.
 
   Raises:
     Exception: what the function raised; the other processes are then ended.
@@ -49,7 +47,7 @@ def mapped(
     [4, 9]
   """
   if min(workers, len(items)) <= 1:
-    return [function(item, advance) for item in items]
+    return [_done(function, item, advance) for item in items]
   results, waiting = [None] * len(items), iter(enumerate(items))
   with _processes(function, min(workers, len(items))) as processes:
     working = {}  # Which item a process works on, by the pipe to it.
@@ -131,12 +129,15 @@ def _interrupts_blocked():
 
 def _work(function, pipe):
   """What a process does: items come through the pipe until it is closed."""
+
+  def advance(*amounts):
+    pipe.send((_Advanced, amounts))
+
   try:
     while True:
-      item, advance = pipe.recv(), _Reports(pipe)
+      item = pipe.recv()
       try:
-        result = function(item, advance)
-        advance.send()
+        result = _done(function, item, advance)
       except ConnectionError:
         raise
       except Exception as error:
@@ -148,18 +149,22 @@ def _work(function, pipe):
     os._exit(1)  # At once: there is nobody left to work for.
 
 
-class _Reports:
-  """Adds up what is done and tells it now and then."""
+def _done(function, item, advance):
+  """What a function makes of an item; `advance` is called now and then."""
+  waiting, told = [], time.monotonic()
 
-  def __init__(self, pipe):
-    self._pipe, self._amounts, self._sent = pipe, 0, time.monotonic()
+  def tell():
+    nonlocal told
+    if waiting:
+      advance(*map(sum, zip(*waiting, strict=True)))
+      waiting.clear()
+    told = time.monotonic()
 
-  def __call__(self, *amounts):
-    self._amounts = np.add(self._amounts, amounts)
-    if time.monotonic() - self._sent > _SECONDS_BETWEEN_REPORTS:
-      self.send()
+  def remember(*amounts):
+    waiting.append(amounts)
+    if time.monotonic() - told > _SECONDS_BETWEEN_REPORTS:
+      tell()
 
-  def send(self):
-    if np.any(self._amounts):
-      self._pipe.send((_Advanced, self._amounts.tolist()))
-    self._amounts, self._sent = 0, time.monotonic()
+  result = function(item, remember)
+  tell()
+  return result

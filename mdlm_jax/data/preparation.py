@@ -457,10 +457,11 @@ def _check_same_files(directory, name, before, now):
 
 def _run(name, function, items, *, total=None, workers, progress):
   """`parallel.mapped`, with progress of the whole pass."""
-  done = [0, 0, 0]
+  done = [0, 0, 0]  # Bytes, documents, tokens.
 
   def advance(*amounts):
-    done[:] = (d + a for d, a in zip(done, amounts, strict=True))
+    nonlocal done
+    done = [sum(amount) for amount in zip(done, amounts, strict=True)]
     progress(Progress(name, done[0], total, *done[1:]))
 
   return parallel.mapped(function, items, workers=workers, advance=advance)
