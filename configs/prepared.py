@@ -7,7 +7,8 @@
 DIR is what scripts/prepare_data.py wrote. The sizes are those of MDLM (Sahoo et
 al. 2024), of SMDM's largest (Nie et al. 2024, arXiv 2410.18514) and of LLaDA
 (Nie et al. 2025, arXiv 2502.09992), about; none was trained here.
-docs/scaling.md says what they take in memory and time, and which mesh to choose.
+docs/scaling.md says what they take in memory and time, and which mesh to
+choose.
 """
 
 from ml_collections import ConfigDict

@@ -314,8 +314,9 @@ def _number_of_devices(hlo_text):
 def device_capacity(device: jax.Device) -> int:
   """Bytes that a program may use on a device.
 
-  A GPU or TPU says so itself; of a GPU it is the share that JAX reserves. The
-  devices of a host that have no memory of their own share that of the host.
+  A GPU or TPU says so itself; of a GPU it is the share that JAX reserves.
+  Devices without memory of their own share that of the host; what other
+  processes take of it is not known.
   """
   limit = (device.memory_stats() or {}).get('bytes_limit')
   if limit is None:
