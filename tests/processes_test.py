@@ -55,10 +55,13 @@ def free_port():
 
 def test_two_processes_train_stop_together_and_one_goes_on(tmp_path):
   one, two = tmp_path / 'one', tmp_path / 'two'
+  # The state is split over the two, and the one restores all of it.
+  mesh = '--config.mesh.data=1', '--config.mesh.fsdp=2'
   address = f'--coordinator_address=127.0.0.1:{free_port()}'
   pair = [
     start(
-      two, '--distributed', address, '--num_processes=2', f'--process_id={i}'
+      *(two, *mesh, '--distributed', address, '--num_processes=2'),
+      f'--process_id={i}',
     )
     for i in range(2)
   ]
