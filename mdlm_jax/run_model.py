@@ -9,8 +9,8 @@ import jax
 from jaxtyping import Array, Key
 from ml_collections import ConfigDict
 
-from mdlm_jax import adapters, schedules
-from mdlm_jax.models import directory, int8, placement, transformer
+from mdlm_jax import schedules
+from mdlm_jax.models import adapters, directory, int8, placement, transformer
 from mdlm_jax.models.pretrained import Pretrained
 
 Params = Any

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from mdlm_jax import adapters, schedules
+from mdlm_jax import schedules
+from mdlm_jax.models import adapters
 from mdlm_jax.models.attention import rotate
 from mdlm_jax.models.config import TransformerConfig
 from mdlm_jax.models.experts import Experts

@@ -11,8 +11,8 @@ import optax
 import pytest
 import qwix
 
-from mdlm_jax import adapters, training
-from mdlm_jax.models import directory, int8, param_tree, transformer
+from mdlm_jax import training
+from mdlm_jax.models import adapters, directory, int8, param_tree, transformer
 from mdlm_jax.models.config import ExpertsConfig
 
 DENSE = transformer.TransformerConfig(
