@@ -7,8 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mdlm_jax.models import transformer
 from mdlm_jax.models.config import ExpertsConfig, TransformerConfig
-from mdlm_jax.models.experts import mix_by_ragged_dot, mix_in_blocks, route
+from mdlm_jax.models.experts import (
+  mix_by_ragged_dot,
+  mix_in_blocks,
+  route,
+  without_stacks,
+)
 
 DIM, WIDTH = 6, 5
 LOGITS = np.random.default_rng(0).normal(0, 2, (9, 8)).astype(np.float32)
@@ -128,6 +134,42 @@ def test_both_ways_have_one_gradient():
   ):
     assert np.abs(a).max() > 1
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3)
+
+
+def test_many_tokens_get_what_few_get():
+  """Stacks go apart where tokens are few, with the layers where many."""
+  experts = ExpertsConfig(num_experts=4, num_chosen=3, width=WIDTH)
+  config = TransformerConfig(
+    vocab_size=9, num_layers=2, model_dim=8, num_heads=2, mlp_dim=8,
+    max_length=8, experts=experts,
+  )  # fmt: skip
+  network = transformer.denoiser(config)
+  init = jax.jit(transformer.init, static_argnums=0)
+  params = init(config, jax.random.key(0))
+  row = np.array([[3, 5, 7, 2, 8, 4, 6, 0]])
+
+  @jax.jit
+  def results(params, ids):
+    def loss(params):
+      hidden, _ = network.features(
+        params, None, ids, at=None, step=0, t=jnp.ones(len(ids)),
+        valid=jnp.ones(ids.shape, bool), segments=None,
+        positions=jnp.broadcast_to(jnp.arange(8), ids.shape),
+      )  # fmt: skip
+      return (hidden**3).mean(), hidden[:1]
+
+    return jax.grad(loss, has_aux=True)(params)
+
+  few, many = results(params, row), results(params, np.tile(row, (6, 1)))
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5),
+    few, many,
+  )  # fmt: skip
+  apart = [
+    bool(without_stacks(params['blocks'], experts, num_tokens)[1])
+    for num_tokens in (row.size, 6 * row.size)
+  ]
+  assert apart == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,8 @@ from mdlm_jax.models.config import ExpertsConfig, TransformerConfig
 # Rows of a block: half of what an expert has on average, within these.
 _FEWEST_ROWS, _MOST_ROWS = 8, 32
 _STACKS = 'gate', 'up', 'out'
+# Tokens of an expert from which on a copy of its matrices costs nothing.
+_MANY_PAIRS = 32
 
 
 class Experts(nnx.Module):
@@ -68,7 +70,9 @@ class Experts(nnx.Module):
       self.selection_bias[...] if experts.selection_bias else None,
       router_logits(tokens, self.router[...]),
     )
-    matrices = (matrix[...] for matrix in (self.gate, self.up, self.out))
+    matrices = [matrix[...] for matrix in (self.gate, self.up, self.out)]
+    if matrices[0].ndim == 3:  # Of this layer only.
+      layer, matrices = 0, [matrix[None] for matrix in matrices]
     mixed = mix(tokens, weights, chosen, layer, *matrices)
     if experts.shared_width is not None:
       shared = self.shared_gate, self.shared_up, self.shared_out
@@ -76,15 +80,22 @@ class Experts(nnx.Module):
     return mixed.reshape(x.shape)
 
 
-def without_stacks(params: dict) -> tuple[dict, dict]:
-  """Parameters of blocks, and the matrices of their experts apart.
+def without_stacks(
+  params: dict, config: ExpertsConfig | None, num_tokens: int
+) -> tuple[dict, dict]:
+  """Parameters of blocks, and the matrices of their experts apart, if few.
 
   A loop over layers would copy its layer's part of them, which takes longer
-  than a call that reads a few experts of it.
+  than a call that reads a few experts of it. With many tokens it does not; and
+  the gradient of what is apart would be added up in as many copies of the whole
+  stack as there are layers.
   """
-  experts = params.get('experts')
-  if experts is None:
+  if (
+    config is None
+    or num_tokens * config.num_chosen >= _MANY_PAIRS * config.num_experts
+  ):
     return params, {}
+  experts = params['experts']
   stacks = {name: experts[name] for name in _STACKS}
   rest = {k: leaf for k, leaf in experts.items() if k not in _STACKS}
   return params | {'experts': rest}, stacks

@@ -263,7 +263,9 @@ def _run(config, remat, params, hidden, cache, conditioning, positions, attend):
   )
   kept = {}
   for name, block_config, num_layers in _stacks(config):
-    layers, stacks = experts.without_stacks(params[name])
+    layers, stacks = experts.without_stacks(
+      params[name], block_config.experts, hidden.shape[0] * hidden.shape[1]
+    )
 
     def apply_block(x, scanned, stacks, graph):
       layer, block_params, stored = scanned
