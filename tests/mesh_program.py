@@ -154,7 +154,19 @@ def moved_logits(hlo_text):
   return [x for x in moved if len(x) > 2 and {IDS, IDS // 2} & set(x)]
 
 
+def check_rows_find_their_devices():
+  """Also where the devices stand in another order than their numbers."""
+  devices = np.array(jax.devices())[[6, 1, 4, 3, 2, 5, 0, 7]]
+  mesh = jax.sharding.Mesh(devices.reshape(2, 2, 2), placement.AXES)
+  rows = text()
+  for key, leaf in placement.global_batch(mesh, rows, ROWS).items():
+    assert len(leaf.addressable_shards) == 8
+    for shard in leaf.addressable_shards:
+      np.testing.assert_array_equal(shard.data, rows[key][shard.index])
+
+
 def main(path):
+  check_rows_find_their_devices()
   meshes = (1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 2, 2), (8, 1, 1)
   found = {f'dense {shape}': trained(DENSE, shape) for shape in meshes} | {
     f'mixed {shape}': trained(MIXED, shape) for shape in ((1, 1, 1), (2, 2, 2))
