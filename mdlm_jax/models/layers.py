@@ -117,13 +117,13 @@ class Block(nnx.Module):
       conditioning
     )
     branch = modulate(self.attention_norm(x), shift, scale)
-    q, k, v = self._project(constrain(branch, ROWS, None, None), cos, sin)
+    q, k, v = self._project(_gathered(branch), cos, sin)
     mixed, stored = attend(q, k, v, stored)
     mixed = constrain(mixed, ROWS, None, TENSOR, None)
     mixed = self.attention_out(mixed.reshape(*x.shape[:2], -1))
     x += gate * constrain(mixed, ROWS, TENSOR, None)
     branch = modulate(self.mlp_norm(x), mlp_shift, mlp_scale)
-    mixed = self._mlp(constrain(branch, ROWS, None, None), layer)
+    mixed = self._mlp(_gathered(branch), layer)
     return x + mlp_gate * constrain(mixed, ROWS, TENSOR, None), stored
 
   def _modulation(self, conditioning):
@@ -156,6 +156,12 @@ class Block(nnx.Module):
     else:
       hidden = jax.nn.silu(self.gate(x)) * self.up(x)
     return self.mlp_out(constrain(hidden, ROWS, None, TENSOR))
+
+
+def _gathered(branch):
+  """All slots of a row on each of its devices."""
+  # First where it lies: XLA would gather the float32 that it was cast from.
+  return constrain(constrain(branch, ROWS, TENSOR, None), ROWS, None, None)
 
 
 class Outer(nnx.Module):
