@@ -39,24 +39,23 @@ class Session:
     self.marker.unlink(missing_ok=True)
     self.record_ids = f'record_ids_{index}.jsonl'
     self._before = len(lines(workdir / self.record_ids))
-    self._output = (base / f'output_{index}').open('w+')
-    self.process = subprocess.Popen(
-      [sys.executable, ROOT / 'tests' / 'survival_run.py']
-      + [f'--workdir={workdir}', f'--text={base / "text.txt"}']
-      + [f'--marker={self.marker}', *options],
-      env=environment(base),
-      stdout=self._output,
-      stderr=subprocess.STDOUT,
-      text=True,
-    )
+    self._output = base / f'output_{index}'
+    with self._output.open('w') as output:
+      self.process = subprocess.Popen(
+        [sys.executable, ROOT / 'tests' / 'survival_run.py']
+        + [f'--workdir={workdir}', f'--text={base / "text.txt"}']
+        + [f'--marker={self.marker}', *options],
+        env=environment(base),
+        stdout=output,
+        stderr=subprocess.STDOUT,
+      )
 
   def steps(self):
     """Row numbers of the batches taken since the start, step by step."""
     return lines(self.workdir / self.record_ids)[self._before :]
 
   def output(self):
-    self._output.seek(0)
-    return self._output.read()
+    return self._output.read_text()
 
   def first_step(self):
     """The last step that was done before the session."""
