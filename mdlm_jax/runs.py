@@ -9,6 +9,7 @@ evaluation.json   the bound on held-out text, at the end
 """
 
 import collections
+import contextlib
 import functools
 import json
 import pathlib
@@ -25,6 +26,7 @@ from ml_collections import ConfigDict
 from mdlm_jax import (
   checkpoints,
   command_line,
+  directory_lock,
   evaluation,
   losses,
   optimizers,
@@ -242,7 +244,8 @@ def train_model(
     The signal that ended the run early, or None.
 
   Raises:
-    ValueError, OSError: `workdir` holds another run.
+    ValueError, OSError: `workdir` holds another run, or another process works
+      in it.
     FloatingPointError: training diverged.
   """
   batch_size = config.data.batch_size
@@ -253,7 +256,10 @@ def train_model(
     local=placement.local_rows(run.mesh, batch_size),
   )
   saves = workdir / 'checkpoints'
-  with jax.set_mesh(run.mesh):
+  with contextlib.ExitStack() as stack:
+    if processes.is_first():
+      stack.enter_context(directory_lock.alone(workdir))
+    stack.enter_context(jax.set_mesh(run.mesh))
     latest = checkpoints.latest_step(saves)
     if latest is not None and not resume:
       raise ValueError(

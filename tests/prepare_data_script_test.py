@@ -309,7 +309,7 @@ def test_a_tokenizer_without_mask_may_get_one_after_its_ids(
     (['--files=FILE,OTHER'], 'was prepared from 1 files, not 2'),
     (['--output=FULL'], 'holds other files, such as c.txt'),
     (['--output=FILE'], 'is no directory'),
-    (['--files=FILE', '--output=BUSY'], 'another process is preparing'),
+    (['--files=FILE', '--output=BUSY'], 'another process works in'),
     (['--validation_files=OTHER', '--validation_share=0.1'], 'not both'),
     (['--tokenizer=HUB', '--bpe_vocab_size=300'], 'not both'),
     (['--bos'], 'a learned tokenizer has no BOS'),

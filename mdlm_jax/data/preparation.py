@@ -8,7 +8,6 @@ the byte. What is written is in `prepared`.
 
 import contextlib
 import dataclasses
-import fcntl
 import functools
 import hashlib
 import importlib.metadata
@@ -23,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
+from mdlm_jax import directory_lock
 from mdlm_jax.checks import check_integer
 from mdlm_jax.data import dialogues, parallel, prepared, readers
 from mdlm_jax.models import directory as model_directory
@@ -294,24 +294,13 @@ def _check_together(settings, validation_files, tokenizer, template):
 
 @contextlib.contextmanager
 def _alone(directory) -> Iterator[pathlib.Path]:
-  """Makes a directory, which is this process's as long as the context is."""
-  directory = pathlib.Path(directory)
-  if directory.exists() and not directory.is_dir():
-    raise NotADirectoryError(f'{directory} is no directory')
-  directory.mkdir(parents=True, exist_ok=True)
-  handle = os.open(directory, os.O_RDONLY)
-  try:
-    try:
-      fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-      raise ValueError(f'another process is preparing {directory}') from None
+  """A directory of this process, without what others left half written."""
+  with directory_lock.alone(directory) as directory:
     try:
       _remove_unwritten(directory)
       yield directory
     finally:
       _remove_unwritten(directory)
-  finally:
-    os.close(handle)
 
 
 def _remove_unwritten(directory):
