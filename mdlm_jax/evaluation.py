@@ -283,14 +283,12 @@ def evaluate_documents(
   num_tokens = sum(map(len, encoded))
   text = '\n\n'.join(document.text for document in documents)
   num_characters = sum(len(document.text) for document in documents)
-  nats, error = bounds.nats.sum(), np.sqrt(np.sum(bounds.standard_error**2))
+  nats, error = _total(bounds)
   bits = num_characters * math.log(2)
   return {
-    'nats_per_token': float(nats / num_tokens),
-    'nats_per_token_standard_error': float(error / num_tokens),
-    'perplexity': float(np.exp(nats / num_tokens)),
-    'bits_per_character': float(nats / bits),
-    'bits_per_character_standard_error': float(error / bits),
+    **_per_token(bounds, num_tokens),
+    'bits_per_character': nats / bits,
+    'bits_per_character_standard_error': error / bits,
     'compressed_bits_per_character': compressed_bits_per_character(text),
     'num_tokens': num_tokens,
     'num_characters': num_characters,
@@ -331,7 +329,7 @@ def evaluate_rows(
   Args:
     model: the network.
     rows: `ids`, `valid` and perhaps `given` of rows, `[N, L]` each, see
-      `data.batches.Rows`; documents that share a row are not told apart.
+      `data.batches.Rows`; of one document each.
     num_calls: as in `evaluate_documents`.
     num_replicates: as in `evaluate_documents`.
     batch_size: rows per network call.
@@ -343,8 +341,11 @@ def evaluate_rows(
     measured on. JSON can hold it.
 
   Raises:
-    ValueError: as `row_bounds`; a token that cannot be drawn.
+    ValueError: as `row_bounds`; a token that cannot be drawn; documents that
+      share rows, which would see one another.
   """
+  if 'segments' in rows:
+    raise ValueError('rows that documents share cannot be scored')
   scored = rows['valid']
   if 'given' in rows:
     scored = scored & ~rows['given']
@@ -362,14 +363,11 @@ def evaluate_rows(
     batch_size=batch_size,
     on_progress=on_progress,
   )
-  nats, error = bounds.nats.sum(), np.sqrt(np.sum(bounds.standard_error**2))
-  if np.isinf(nats):
+  if np.isinf(bounds.nats).any():
     raise ValueError('the network gave a token of the rows probability 0')
   num_tokens = int(scored.sum())
   return {
-    'nats_per_token': float(nats / num_tokens),
-    'nats_per_token_standard_error': float(error / num_tokens),
-    'perplexity': float(np.exp(nats / num_tokens)),
+    **_per_token(bounds, num_tokens),
     'num_tokens': num_tokens,
     'num_rows': len(scored),
     'dtype': model.config.dtype,
@@ -377,6 +375,21 @@ def evaluate_rows(
     'num_calls': num_calls,
     'num_replicates': num_replicates,
     'seed': seed,
+  }
+
+
+def _total(bounds):
+  """The sum of independent estimates, and its standard error."""
+  error = np.sqrt(np.sum(bounds.standard_error**2))
+  return float(bounds.nats.sum()), float(error)
+
+
+def _per_token(bounds, num_tokens):
+  nats, error = _total(bounds)
+  return {
+    'nats_per_token': nats / num_tokens,
+    'nats_per_token_standard_error': error / num_tokens,
+    'perplexity': float(np.exp(nats / num_tokens)),
   }
 
 

@@ -187,6 +187,12 @@ MODEL = Pretrained(
     (lambda: documents(COSTS, [[1]] * 4, length=4), 'probability 0'),
     (lambda: documents(COSTS, [[2]], length=4, context=4), 'context=4'),
     (lambda: documents(COSTS, [[2]], length=0), 'length=0'),
+    (
+      lambda: evaluation.evaluate_rows(
+        MODEL, dict.fromkeys(('ids', 'valid', 'segments'), np.ones((1, 4)))
+      ),
+      'rows that documents share',
+    ),
   ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(make, message):
@@ -220,6 +226,18 @@ def test_the_report_has_the_whole_and_its_documents():
     )
     assert other[name] == value
     assert other['nats_per_token'] != report['nats_per_token'], name
+
+
+def test_the_report_of_rows_counts_what_is_not_given():
+  ids = np.array([[5, 4, 4, 4], [4, 4, 0, 0]], np.int32)
+  row = {'ids': ids, 'valid': ids > 0, 'given': np.arange(4) < [[1], [0]]}
+  model = MODEL._replace(params=COSTS)
+  report = evaluation.evaluate_rows(model, row, num_calls=2)
+  assert (report['num_tokens'], report['num_rows']) == (5, 2)
+  # Token 4 costs 3 nats; 5 would cost 4.
+  np.testing.assert_allclose(report['nats_per_token'], 3, rtol=1e-5)
+  np.testing.assert_allclose(report['perplexity'], math.exp(3), rtol=1e-5)
+  assert '2 rows (5 tokens): at most 3.0000' in evaluation.summary(report)
 
 
 def test_any_file_is_read_in_the_symbols_of_the_model(
