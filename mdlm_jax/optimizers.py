@@ -44,20 +44,21 @@ def make_optimizer(
     raise ValueError(
       f'optimizer.{warmup_steps=} must be from 0 to below {steps=}'
     )
-  for name, value, is_legal in (
-    ('learning_rate', learning_rate, 0 < learning_rate < math.inf),
-    ('clip_norm', clip_norm, 0 < clip_norm < math.inf),
-    ('weight_decay', weight_decay, 0 <= weight_decay < math.inf),
-    ('beta1', beta1, 0 <= beta1 < 1),
-    ('beta2', beta2, 0 <= beta2 < 1),
+  for name, value, is_legal, allowed in (
+    ('learning_rate', learning_rate, learning_rate > 0, 'positive'),
+    ('clip_norm', clip_norm, clip_norm > 0, 'positive'),
+    ('weight_decay', weight_decay, weight_decay >= 0, 'at least 0'),
+    ('beta1', beta1, 0 <= beta1 < 1, 'at least 0 and below 1'),
+    ('beta2', beta2, 0 <= beta2 < 1, 'at least 0 and below 1'),
     (
       'muon_learning_rate',
       muon_learning_rate,
-      0 <= muon_learning_rate < math.inf,
+      muon_learning_rate >= 0,
+      'at least 0',
     ),
   ):
-    if not is_legal:
-      raise ValueError(f'{name}={value} is outside its range')
+    if not (is_legal and math.isfinite(value)):
+      raise ValueError(f'optimizer.{name}={value} must be finite, {allowed}')
 
   def rate(peak):
     return optax.warmup_cosine_decay_schedule(0.0, peak, warmup_steps, steps)
