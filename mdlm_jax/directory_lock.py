@@ -11,7 +11,8 @@ def alone(directory: str | os.PathLike) -> Iterator[pathlib.Path]:
   """Makes a directory, which is this process's as long as the context is.
 
   However the process ends, the directory is free then. Nothing is locked on
-  systems without `fcntl`, which is Windows.
+  systems without `fcntl`, which is Windows, nor where the file system does not
+  lock directories, as NFS.
 
   Yields:
     The directory.
@@ -35,6 +36,8 @@ def alone(directory: str | os.PathLike) -> Iterator[pathlib.Path]:
       fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
       raise ValueError(f'another process works in {directory}') from None
+    except OSError:
+      pass
     yield directory
   finally:
     os.close(handle)

@@ -1,3 +1,4 @@
+import errno
 import os
 import signal
 import subprocess
@@ -44,3 +45,14 @@ def test_a_file_is_no_directory(tmp_path):
     directory_lock.alone(tmp_path / 'file'),
   ):
     pass
+
+
+def test_a_file_system_without_locks_has_none(tmp_path, monkeypatch):
+  fcntl = pytest.importorskip('fcntl')
+
+  def flock(handle, operation):
+    raise OSError(errno.EBADF, 'Bad file descriptor')  # As NFS does.
+
+  monkeypatch.setattr(fcntl, 'flock', flock)
+  with directory_lock.alone(tmp_path / 'a') as directory:
+    assert directory.is_dir()
