@@ -221,6 +221,7 @@ def _opened_after(path: pathlib.Path, start: int):
 def _line_step(line: str) -> int | float:
   """Step of a line, infinite for one that is damaged."""
   try:
-    return json.loads(line)['step']
-  except (ValueError, KeyError, TypeError):
+    step = json.loads(line)['step']
+  except (ValueError, KeyError, TypeError, RecursionError):
     return math.inf
+  return step if isinstance(step, int) else math.inf

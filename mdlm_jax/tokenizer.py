@@ -16,6 +16,8 @@ from mdlm_jax.vocab import Vocab
 
 _PAD, _MASK, _EOS = '[PAD]', '[MASK]', '[EOS]'
 _EOS_ID = 2  # Where there is one.
+# Byte pairs; the library sets memory aside for as many, and aborts without.
+_MOST_IDS = 2**22
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -164,7 +166,8 @@ def train_bpe(
     eos: whether there is an [EOS].
 
   Raises:
-    ValueError: no room for the bytes, or texts too small for so many merges.
+    ValueError: no room for the bytes, more than 2^22 ids, or texts too small
+      for so many merges.
   """
   roles = _roles(eos)
   least = len(roles) + 256
@@ -172,6 +175,8 @@ def train_bpe(
     raise ValueError(
       f'{vocab_size=} must be at least {least}: {", ".join(roles)}, 256 bytes'
     )
+  if vocab_size > _MOST_IDS:
+    raise ValueError(f'{vocab_size=} must be at most {_MOST_IDS}')
   backend = tokenizers.Tokenizer(tokenizers.models.BPE())
   byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
   backend.pre_tokenizer = byte_level

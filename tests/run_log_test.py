@@ -136,7 +136,8 @@ def test_only_the_writer_writes(tmp_path):
 @pytest.mark.parametrize('name', ['metrics', 'incidents'])
 def test_lines_after_the_checkpoint_are_dropped(tmp_path, name):
   path = tmp_path / f'{name}.jsonl'
-  path.write_text('{"step": 1}\n{"step": 4}\n[]\n{"step": 2}\n')
+  damaged = f'[]\n{{"step": "1"}}\n{{"step": null}}\n{"[" * 100_000}\n'
+  path.write_text('{"step": 1}\n{"step": 4}\n' + damaged + '{"step": 2}\n')
   with opened(tmp_path, 2):
     pass
   assert path.read_text() == '{"step": 1}\n{"step": 2}\n'

@@ -53,6 +53,8 @@ def test_bpe_size_out_of_reach_is_refused():
     tokenizer_lib.train_bpe(['abc'], 257)
   with pytest.raises(ValueError, match='fewer than vocab_size=1000'):
     tokenizer_lib.train_bpe(['abc'], 1000)
+  with pytest.raises(ValueError, match='at most 4194304'):
+    tokenizer_lib.train_bpe(['abc'], 2**31)
 
 
 def test_unknown_characters_are_listed():
