@@ -51,6 +51,7 @@ class Run(NamedTuple):
   """What the config stands for.
 
   Attributes:
+    config: of the run.
     mesh: all devices.
     data: what is learned from.
     model: the network.
@@ -60,6 +61,7 @@ class Run(NamedTuple):
     train_key: key of all noise of training.
   """
 
+  config: ConfigDict
   mesh: jax.sharding.Mesh
   data: run_data.RunData
   model: run_model.RunModel
@@ -149,13 +151,13 @@ def assemble(
     join=model.join,
   )
   make_step()  # Finds what is wrong in the options.
-  return Run(mesh, data, model, optimizer, make_step, train_key)
+  return Run(config, mesh, data, model, optimizer, make_step, train_key)
 
 
-def run_settings(config: ConfigDict, run: Run) -> dict:
+def _settings(run: Run) -> dict:
   """What is saved with each checkpoint and compared on resuming."""
   return {
-    'config': json.loads(config.to_json()),
+    'config': json.loads(run.config.to_json()),
     'tokenizer': run.data.tokenizer.to_json(),
     **run.data.facts,
     'train_seconds': 0.0,
@@ -163,7 +165,7 @@ def run_settings(config: ConfigDict, run: Run) -> dict:
   }
 
 
-def check_same_run(saved: dict, settings: dict, workdir: pathlib.Path) -> None:
+def _check_same_run(saved: dict, settings: dict, workdir: pathlib.Path) -> None:
   """Raises ValueError where a resumed run would not be the same run."""
   before, now = _flatten(saved['config']), _flatten(settings['config'])
   for name in sorted(before.keys() | now.keys()):
@@ -211,32 +213,24 @@ def train(
     FloatingPointError: training diverged.
   """
   run = prepare(config)
-  settings = run_settings(config, run)
   if 'rows' in run.data.facts:
     processes.say(run_data.summary(run.data.facts['rows']))
-  stopped_by = train_model(config, run, settings, workdir, resume=resume)
+  stopped_by = train_model(run, workdir, resume=resume)
   if stopped_by is not None:
     return 130 if stopped_by == signal.SIGINT else 0
   if processes.is_first() and run.data.evaluate is not None:
-    evaluate(config, run, workdir)
+    _evaluate(run, workdir)
   processes.wait_for_all()
   return 0
 
 
 def train_model(
-  config: ConfigDict,
-  run: Run,
-  settings: dict,
-  workdir: pathlib.Path,
-  *,
-  resume: bool = True,
+  run: Run, workdir: pathlib.Path, *, resume: bool = True
 ) -> int | None:
   """Trains, or goes on, and writes the model.
 
   Args:
-    config: of the run.
-    run: what it stands for.
-    settings: as `run_settings` makes them.
+    run: of `prepare` or `assemble`.
     workdir: made if missing; a run that it holds goes on.
     resume: whether it may.
 
@@ -248,6 +242,7 @@ def train_model(
       in it.
     FloatingPointError: training diverged.
   """
+  config, settings = run.config, _settings(run)
   batch_size = config.data.batch_size
   iterator = batches(
     run.data.rows,
@@ -267,9 +262,9 @@ def train_model(
         '--workdir'
       )
     if latest is not None:
-      check_same_run(checkpoints.latest_settings(saves), settings, workdir)
+      _check_same_run(checkpoints.latest_settings(saves), settings, workdir)
     target = state_target(run)
-    step = compiled_step(config, run, target)
+    step = compiled_step(run, target)
     if latest is None:
       state = fresh_state(run, target)
     else:
@@ -281,10 +276,12 @@ def train_model(
       raise ValueError(
         f'{workdir} is at step {int(state.step)}, beyond steps={config.steps}'
       )
-    state, stopped_by = train_steps(
-      config, run, step, settings, workdir, state, iterator
+    if int(state.step) == config.steps:
+      # It may have been killed after its last checkpoint.
+      _export(run, settings, state, workdir)
+    state, stopped_by = _train_steps(
+      run, step, settings, workdir, state, iterator
     )
-    export(config, run, settings, state, workdir)
   if stopped_by is not None:
     processes.say(
       f'stopped at step {int(state.step)}; the same command resumes'
@@ -313,9 +310,7 @@ def fresh_state(run: Run, target: training.TrainState) -> training.TrainState:
   )(run.model.init())
 
 
-def compiled_step(
-  config: ConfigDict, run: Run, target: training.TrainState
-) -> Callable:
+def compiled_step(run: Run, target: training.TrainState) -> Callable:
   """The step, compiled before anything is allocated; prints what it takes.
 
   Returns:
@@ -332,7 +327,7 @@ def compiled_step(
   def step_and_answer(state, batch, key, frozen, flags):
     return *step(state, batch, key, frozen), jnp.any(flags)
 
-  batch_size = config.data.batch_size
+  batch_size = run.config.data.batch_size
   place = placement.batch_sharding(run.mesh)
   one = next(batches(run.data.rows, batch_size=1, seed=0))
   batch = {
@@ -367,12 +362,13 @@ def compiled_step(
   return compiled
 
 
-def train_steps(config, run, step, settings, workdir, state, iterator):
+def _train_steps(run, step, settings, workdir, state, iterator):
   """Makes the steps that are left, with a checkpoint every so often.
 
   Returns:
     The state and the signal that ended the run early, or None.
   """
+  config = run.config
   begin = time.monotonic() - settings['train_seconds']
   start, batch_size = int(state.step), config.data.batch_size
 
@@ -429,7 +425,7 @@ def train_steps(config, run, step, settings, workdir, state, iterator):
           settings,
           keep=config.keep_checkpoints,
         )
-        export(config, run, settings, state, workdir)
+        _export(run, settings, state, workdir)
       if diverged is not None:
         count, last = diverged
         raise FloatingPointError(
@@ -444,8 +440,9 @@ def train_steps(config, run, step, settings, workdir, state, iterator):
   return state, caught[0] if caught else signal.SIGTERM
 
 
-def export(config, run, settings, state, workdir):
+def _export(run, settings, state, workdir):
   """Writes the model directory, and beside the model how it was trained."""
+  config = run.config
   averaged = training.averaged_params(state, config.ema_decay)
   params = processes.gathered(run.model.whole(averaged))
   if not processes.is_first():
@@ -467,11 +464,12 @@ def export(config, run, settings, state, workdir):
   )
 
 
-def evaluate(config, run, workdir):
+def _evaluate(run, workdir):
   """Prints and writes the bound of the model as saved on held-out text."""
   model = directory.load(workdir / 'model')
   report = run.data.evaluate(model)
   seconds = model.history['train_seconds']
+  config = run.config
   tokens = config.steps * config.data.batch_size * config.data.length
   speed = {'train_tokens_per_second': tokens / seconds}
   report = {**report, **model.history, **speed, **provenance.environment()}

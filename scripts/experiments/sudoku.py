@@ -341,8 +341,7 @@ def prepare(config: ConfigDict) -> runs.Run:
 
 def train(config: ConfigDict, workdir: pathlib.Path) -> int | None:
   """Trains, or goes on; the signal that ended the run early, or None."""
-  run = prepare(config)
-  return runs.train_model(config, run, runs.run_settings(config, run), workdir)
+  return runs.train_model(prepare(config), workdir)
 
 
 def _digits(size):
