@@ -5,6 +5,7 @@ extra `train`.
 """
 
 import dataclasses
+import math
 
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
@@ -123,6 +124,7 @@ _SHAPE_FIELDS = tuple(
 
 def check(config: ConfigDict) -> None:
   """Raises ValueError at the first value that no run can have."""
+  _check_types(config, defaults(), 'config')
   for name, value, least in (
     ('data.length', config.data.length, 1),
     ('data.batch_size', config.data.batch_size, 1),
@@ -139,6 +141,17 @@ def check(config: ConfigDict) -> None:
       raise ValueError(f'config.{name}={value} must be at least {least}')
   if not 0 <= config.seed < 2**32:
     raise ValueError(f'config.seed={config.seed} must lie in [0, 2**32)')
+  alpha, length = config.adapters.alpha, config.data.length
+  if not 0 < alpha < math.inf:
+    raise ValueError(
+      f'config.adapters.alpha={alpha} must be positive and finite'
+    )
+  for name, part in (('data', config.data), ('evaluation', config.evaluation)):
+    if part.batch_size * length >= 2**31:
+      raise ValueError(
+        f'config.{name}.batch_size={part.batch_size} rows of {length} tokens '
+        'must have fewer than 2^31'
+      )
   for name, value, choices in (
     ('saved_dtype', config.saved_dtype, DTYPES),
     ('model.dtype', config.model.dtype, DTYPES),
@@ -150,6 +163,18 @@ def check(config: ConfigDict) -> None:
         f'config.{name}={value!r} must be one of {", ".join(choices)}'
       )
   _check_together(config)
+
+
+def _check_types(config, fresh, name):
+  """Files may set what a ConfigDict lets pass: None, and True for 1."""
+  for field, usual in fresh.items():
+    value, path = config.get(field, usual), f'{name}.{field}'
+    if isinstance(usual, ConfigDict):
+      _check_types(value, usual, path)
+    elif usual is not None and (
+      value is None or isinstance(value, bool) != isinstance(usual, bool)
+    ):
+      raise ValueError(f'{path}={value} must be of type {type(usual).__name__}')
 
 
 def _check_together(config):

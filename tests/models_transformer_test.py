@@ -485,6 +485,8 @@ assert (run() == with_graph).all()
     ({'vocab_size': 0}, 'vocab_size=0'),
     ({'model_dim': -16}, 'model_dim=-16'),
     ({'model_dim': 18}, 'model_dim=18 must be a multiple of .*8'),
+    ({'attention_block': 2**31}, 'attention_block=2147483648 must be below'),
+    ({'model_dim': 2**28}, 'would have 1.4e[+]17 elements'),
     ({'model_dim': 12}, 'model_dim=12 must be a multiple of .*8'),
     ({'mlp_dim': True}, 'mlp_dim=True'),
     ({'max_length': 0}, 'max_length=0'),

@@ -1,3 +1,4 @@
+import math
 import pathlib
 import runpy
 
@@ -51,6 +52,23 @@ def test_every_field_is_explained():
     ({'most_skipped': 0}, 'config.most_skipped=0 must be at least 1'),
     ({'adapters.rank': -1}, 'config.adapters.rank=-1 must be at least 0'),
     ({'seed': -1}, r'config.seed=-1 must lie in \[0, 2\*\*32\)'),
+    # What a config takes from a file, but not from the command line.
+    ({'steps': None}, 'config.steps=None must be of type int'),
+    (
+      {'data.batch_size': True},
+      'config.data.batch_size=True must be of type int',
+    ),
+    ({'ema_decay': None}, 'config.ema_decay=None must be of type float'),
+    ({'adapters.alpha': math.nan}, 'adapters.alpha=nan must be positive'),
+    ({'adapters.alpha': 0.0}, 'adapters.alpha=0.0 must be positive'),
+    (
+      {'data.batch_size': 2**25},
+      'data.batch_size=33554432 rows of 64 tokens must have fewer than 2\\^31',
+    ),
+    (
+      {'evaluation.batch_size': 2**60},
+      'evaluation.batch_size=1152921504606846976 rows of 64 tokens must',
+    ),
     ({'loss.kind': 'mean'}, "config.loss.kind='mean' must be one of bound"),
     ({'data.rows': 'lines'}, "config.data.rows='lines' must be one of windows"),
     ({'model.dtype': 'int8'}, "config.model.dtype='int8' must be one of"),

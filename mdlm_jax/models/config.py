@@ -11,6 +11,8 @@ _CHOICES = {
   'mlp': ('swiglu', 'gelu'),
   'time_input': ('t', 'sigma'),
 }
+# Of one array; the compiler counts bytes in 64 bits, and not always with care.
+_MOST_ELEMENTS = 2**48
 _EXPERT_SCORES = ('softmax', 'sigmoid')
 
 
@@ -204,6 +206,7 @@ class TransformerConfig:
           f'num_kv_heads={self.num_kv_heads} must divide '
           f'num_heads={self.num_heads}'
         )
+    _require_a_size_that_fits(self)
     for name in ('rope_base', 'norm_eps', 'embedding_scale', 'logit_scale'):
       value = getattr(self, name)
       if name == 'embedding_scale' and value is None:
@@ -251,6 +254,22 @@ class TransformerConfig:
     return self.model_dim if self.time_conditioning else 0
 
 
+def _require_a_size_that_fits(config):
+  """No array may have more elements than XLA can count the bytes of."""
+  width = config.num_heads * config.head_dim
+  largest = config.model_dim * max(
+    config.vocab_size, config.num_layers * max(config.mlp_dim, width)
+  )
+  if largest >= _MOST_ELEMENTS:
+    raise ValueError(
+      f'num_layers={config.num_layers}, model_dim={config.model_dim}, '
+      f'mlp_dim={config.mlp_dim}, vocab_size={config.vocab_size}: one matrix '
+      f'of all layers would have {largest:.1e} elements'
+    )
+
+
 def _require_positive_int(name, value):
   if not isinstance(value, int) or isinstance(value, bool) or value < 1:
     raise ValueError(f'{name}={value!r} must be an integer of at least 1')
+  if value >= 2**31:
+    raise ValueError(f'{name}={value} must be below 2^31')
