@@ -74,9 +74,18 @@ def flags(mesh: jax.sharding.Mesh, is_raised: bool) -> jax.Array:
 
 
 def gathered(tree: Any) -> Any:
-  """The arrays as NumPy's, whole in every process, whatever their sharding."""
+  """The arrays as NumPy's in the first process, whatever their sharding.
+
+  All processes take part, one array after another; the others keep nothing.
+
+  Returns:
+    The same tree, None in place of each array but in the first process.
+  """
   if jax.process_count() == 1:
     return jax.device_get(tree)
-  return jax.tree.map(
-    lambda x: multihost_utils.process_allgather(x, tiled=True), tree
-  )
+
+  def whole(x):
+    array = multihost_utils.process_allgather(x, tiled=True)
+    return array if is_first() else None
+
+  return jax.tree.map(whole, tree)
