@@ -6,6 +6,7 @@ extra `train`.
 
 import dataclasses
 import math
+import operator
 
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
@@ -114,9 +115,12 @@ MAY_CHANGE = (
 )
 
 
-_TEXT_FIELDS = ('files', 'validation_files', 'split', 'text8', 'bpe_vocab_size')
+_TEXT_FIELDS = tuple(
+  f'data.{name}'
+  for name in ('files', 'validation_files', 'split', 'text8', 'bpe_vocab_size')
+)
 _SHAPE_FIELDS = tuple(
-  field.name
+  f'model.{field.name}'
   for field in dataclasses.fields(TransformerConfig)
   if field.name in defaults().model and field.name != 'dtype'
 )
@@ -124,7 +128,7 @@ _SHAPE_FIELDS = tuple(
 
 def check(config: ConfigDict) -> None:
   """Raises ValueError at the first value that no run can have."""
-  _check_types(config, defaults(), 'config')
+  _check_fields(config, defaults(), 'config')
   for name, value, least in (
     ('data.length', config.data.length, 1),
     ('data.batch_size', config.data.batch_size, 1),
@@ -165,16 +169,23 @@ def check(config: ConfigDict) -> None:
   _check_together(config)
 
 
-def _check_types(config, fresh, name):
-  """Files may set what a ConfigDict lets pass: None, and True for 1."""
+def _check_fields(config, fresh, path):
+  """A file may set what a ConfigDict lets pass, such as None, or True for 1."""
+  for field in sorted(set(config) ^ set(fresh)):
+    told = 'lacks' if field in fresh else 'has an unknown field'
+    raise ValueError(f'{path} {told} {field!r}')
   for field, usual in fresh.items():
-    value, path = config.get(field, usual), f'{name}.{field}'
+    name, value = f'{path}.{field}', config[field]
+    if usual is not None and not _is_of_type(value, type(usual)):
+      raise ValueError(f'{name}={value} must be of type {type(usual).__name__}')
     if isinstance(usual, ConfigDict):
-      _check_types(value, usual, path)
-    elif usual is not None and (
-      value is None or isinstance(value, bool) != isinstance(usual, bool)
-    ):
-      raise ValueError(f'{path}={value} must be of type {type(usual).__name__}')
+      _check_fields(value, usual, name)
+
+
+def _is_of_type(value, kind):
+  if kind is float:
+    kind = float | int
+  return isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
 
 
 def _check_together(config):
@@ -187,32 +198,29 @@ def _check_together(config):
       f'{", ".join(PREPARED_ROWS)} are made of config.data.prepared, windows '
       'of text files'
     )
-  if data.answer_multiple is not None and data.rows != 'examples':
-    raise ValueError(
-      f'config.data.answer_multiple={data.answer_multiple} is of '
-      "config.data.rows='examples'"
-    )
   if data.random_length_share and data.rows == 'examples':
     raise ValueError(
       f'config.data.random_length_share={data.random_length_share} would cut '
       "the ends of answers off; it is not of config.data.rows='examples'"
     )
-  fresh = defaults()
-  for part, names, needed in (
-    ('data', _TEXT_FIELDS if prepared else (), 'text files'),
-    ('model', _SHAPE_FIELDS if config.init_from else (), 'a fresh model'),
+  starts, fresh = config.init_from, defaults()
+  for names, acts, needed in (
+    (_TEXT_FIELDS, not prepared, 'text files'),
+    (('evaluation.most_rows',), prepared, 'config.data.prepared'),
+    (
+      ('data.answer_multiple',),
+      data.rows == 'examples',
+      "config.data.rows='examples'",
+    ),
+    (_SHAPE_FIELDS, not starts, 'a fresh model'),
+    (('init_mask_id', 'adapters.rank'), starts, 'config.init_from'),
+    (
+      ('adapters.int8', 'adapters.targets'),
+      config.adapters.rank,
+      'config.adapters.rank',
+    ),
   ):
     for name in names:
-      if config[part][name] != fresh[part][name]:
-        raise ValueError(
-          f'config.{part}.{name}={config[part][name]!r} is of {needed}'
-        )
-  starts, rank = config.init_from, config.adapters.rank
-  for name, value, needed, is_there in (
-    ('init_mask_id', config.init_mask_id, 'init_from', starts),
-    ('adapters.rank', rank, 'init_from', starts),
-    ('adapters.int8', config.adapters.int8, 'adapters.rank', rank),
-    ('adapters.targets', config.adapters.targets, 'adapters.rank', rank),
-  ):
-    if value and not is_there:
-      raise ValueError(f'config.{name}={value!r} needs config.{needed}')
+      value, usual = map(operator.attrgetter(name), (config, fresh))
+      if value != usual and not acts:
+        raise ValueError(f'config.{name}={value!r} needs {needed}')

@@ -79,28 +79,23 @@ def prepare(config: ConfigDict) -> Run:
   Raises:
     ValueError, OSError: the first mistake in the config or in its files.
   """
-  try:
-    run_config.check(config)
-    mesh = placement.mesh(**config.mesh)
-    loaded = run_model.load(config, mesh) if config.init_from else None
-    make_data = (
-      run_data.prepared_data if config.data.prepared else run_data.text_data
+  run_config.check(config)
+  mesh = placement.mesh(**config.mesh)
+  loaded = run_model.load(config, mesh) if config.init_from else None
+  make_data = (
+    run_data.prepared_data if config.data.prepared else run_data.text_data
+  )
+  data = make_data(config, loaded and loaded.tokenizer)
+  if loaded is None:
+    shape = transformer.TransformerConfig(
+      vocab_size=data.tokenizer.vocab.size,
+      max_length=config.data.length,
+      **config.model,
     )
-    data = make_data(config, loaded and loaded.tokenizer)
-    if loaded is None:
-      shape = transformer.TransformerConfig(
-        vocab_size=data.tokenizer.vocab.size,
-        max_length=config.data.length,
-        **config.model,
-      )
-      make_model = functools.partial(run_model.fresh_model, shape, mesh)
-    else:
-      make_model = functools.partial(
-        run_model.loaded_model, config, mesh, loaded
-      )
-    return assemble(config, mesh, data, make_model)
-  except (AttributeError, TypeError) as error:
-    raise ValueError(f'a field of the config is wrong: {error}') from error
+    make_model = functools.partial(run_model.fresh_model, shape, mesh)
+  else:
+    make_model = functools.partial(run_model.loaded_model, config, mesh, loaded)
+  return assemble(config, mesh, data, make_model)
 
 
 def assemble(

@@ -81,21 +81,33 @@ def test_every_field_is_explained():
       {'data.rows': 'packed'},
       "rows='packed' cannot be made of text files",
     ),
-    ({'data.answer_multiple': 8}, 'data.answer_multiple=8 is of'),
+    ({'data.answer_multiple': 8}, 'data.answer_multiple=8 needs'),
     ({'adapters.rank': 4}, 'config.adapters.rank=4 needs config.init_from'),
     (
       {'init_from': 'x', 'model.num_layers': 3},
-      'config.model.num_layers=3 is of a fresh model',
+      'config.model.num_layers=3 needs a fresh model',
     ),
     (
       {'data.prepared': 'x', 'data.rows': 'packed', 'data.files': 'a.txt'},
-      "config.data.files='a.txt' is of text files",
+      "config.data.files='a.txt' needs text files",
     ),
+    ({'evaluation.most_rows': 9}, 'most_rows=9 needs config.data.prepared'),
   ],
 )
 def test_a_value_that_no_run_can_have_is_named(changes, message):
   with pytest.raises(ValueError, match=message):
     run_config.check(changed(**changes))
+
+
+def test_fields_are_those_of_the_defaults():
+  config = run_config.defaults()
+  config.mesh.pod = 2
+  with pytest.raises(XX):
+    run_config.check(config)
+  config = run_config.defaults()
+  del config.data.length
+  with pytest.raises(ValueError, match=r"config\.data lacks 'length'"):
+    run_config.check(config)
 
 
 def test_good_values_pass():

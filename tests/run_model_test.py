@@ -184,7 +184,7 @@ def test_adapters_leave_all_else_as_it_was(base, examples, tmp_path, int8):
     ({'init_mask_id': 5}, 'mask_id=5, but the directory says 1'),
     ({'data.prepared': '/no/data'}, 'no prepared data in /no/data'),
     ({'data.length': 4}, 'none can be learned from'),
-    ({'model.num_layers': 2}, 'config.model.num_layers=2 is of a fresh model'),
+    ({'model.num_layers': 2}, 'config.model.num_layers=2 needs a fresh model'),
   ],
 )
 def test_mistakes_are_found_before_anything_is_written(
