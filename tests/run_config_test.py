@@ -102,7 +102,7 @@ def test_a_value_that_no_run_can_have_is_named(changes, message):
 def test_fields_are_those_of_the_defaults():
   config = run_config.defaults()
   config.mesh.pod = 2
-  with pytest.raises(XX):
+  with pytest.raises(ValueError, match="mesh has an unknown field 'pod'"):
     run_config.check(config)
   config = run_config.defaults()
   del config.data.length
