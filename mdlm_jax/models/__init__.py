@@ -6,7 +6,8 @@ network      transformer (`init`, `denoiser`), of a shape that config says;
 directories  directory.load reads any of them into a pretrained.Pretrained;
              published those of hubs, whose tables of names are in families
              and whose tensors shards reads; conversion writes them
-parameters   param_tree (a key for each), placement (on several devices), int8
+parameters   param_tree (a key for each), placement (on several devices), int8,
+             adapters
 text         hub_tokenizer, chat_template
 judges       causal and gguf_file: language models that only score samples
 """
