@@ -1,9 +1,10 @@
 """The optimizers that runs are trained with."""
 
-import math
-
 import jax
 import optax
+
+# Of every setting; steps of such a size leave float32 finite.
+_LARGEST = 1e30
 
 
 def make_optimizer(
@@ -28,15 +29,16 @@ def make_optimizer(
     steps: length of the run; the learning rate is 0 at its end.
     learning_rate: the highest of AdamW, after the warm-up; positive.
     warmup_steps: steps of linear growth from 0, fewer than `steps`.
-    weight_decay: at least 0. AdamW decays all matrices, embeddings included;
-      with Muon only its own are decayed.
+    weight_decay: at least 0, below 2 over the learning rate. AdamW decays all
+      matrices, embeddings included; with Muon only its own are decayed.
     clip_norm: largest global norm of the gradient; positive.
     beta1: decay of the first moment, in [0, 1).
     beta2: decay of the second moment, in [0, 1).
     muon_learning_rate: the highest of Muon; 0: AdamW for everything.
 
   Raises:
-    ValueError: a value outside its range.
+    ValueError: a value outside its range, or above 1e30; a decay that lets
+      parameters grow.
   """
   if steps < 1:
     raise ValueError(f'{steps=} must be at least 1')
@@ -57,8 +59,16 @@ def make_optimizer(
       'at least 0',
     ),
   ):
-    if not (is_legal and math.isfinite(value)):
-      raise ValueError(f'optimizer.{name}={value} must be finite, {allowed}')
+    if not (is_legal and value <= _LARGEST):
+      raise ValueError(
+        f'optimizer.{name}={value} must be {allowed}, and at most {_LARGEST}'
+      )
+  decay = weight_decay * (muon_learning_rate or learning_rate)
+  if decay >= 2:
+    raise ValueError(
+      f'optimizer.weight_decay={weight_decay} times the learning rate is '
+      f'{decay}, must be below 2: decayed parameters would grow'
+    )
 
   def rate(peak):
     return optax.warmup_cosine_decay_schedule(0.0, peak, warmup_steps, steps)

@@ -252,6 +252,7 @@ def test_a_run_that_diverged_ends_with_finite_parameters(
     **{
       'optimizer.muon_learning_rate': 0.0,
       'optimizer.learning_rate': 1e30,
+      'optimizer.weight_decay': 0.0,
       'optimizer.warmup_steps': 0,
       'steps': 100,
       'most_skipped': 3,

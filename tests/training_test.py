@@ -425,8 +425,12 @@ def test_gradients_are_clipped_to_the_global_norm():
     {'warmup_steps': -1},
     {'steps': 0},
     {'learning_rate': 0.0},
+    {'learning_rate': 1e300},
     {'clip_norm': -1.0},
+    {'clip_norm': float('nan')},
     {'weight_decay': -0.1},
+    # Decayed by more than twice their size, parameters grow.
+    {'weight_decay': 200.0},
     {'beta1': 1.0},
     {'beta2': -0.1},
     {'muon_learning_rate': -0.1},
