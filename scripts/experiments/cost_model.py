@@ -4,6 +4,7 @@ Everything here is a prediction. Bytes and operations are counted; seconds are
 those at the published peak of a device, below which no run stays.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -82,8 +83,12 @@ class Plan(NamedTuple):
     return self.tokens // (self.data * self.fsdp * self.accumulation)
 
 
+# Asked for many times of one network.
+_shapes = functools.cache(param_tree.shapes)
+
+
 def parameters(config: TransformerConfig) -> int:
-  return sum(leaf.size for leaf in param_tree.shapes(config).values())
+  return sum(leaf.size for leaf in _shapes(config).values())
 
 
 def local_parameters(
@@ -96,15 +101,14 @@ def local_parameters(
   )
   return sum(
     math.prod(place(key, leaf.shape).shard_shape(leaf.shape))
-    for key, leaf in param_tree.shapes(config).items()
+    for key, leaf in _shapes(config).items()
   )
 
 
 def multiplied(config: TransformerConfig) -> int:
   """Weights of the layers with which one token is multiplied."""
   return sum(
-    _multiplied(config, key, leaf)
-    for key, leaf in param_tree.shapes(config).items()
+    _multiplied(config, key, leaf) for key, leaf in _shapes(config).items()
   )
 
 
