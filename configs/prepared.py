@@ -44,6 +44,10 @@ def get_config(size: str = '125M') -> ConfigDict:
   config.optimizer.warmup_steps = 2000
   config.optimizer.beta2 = 0.95
   config.ema_decay = 0.9999
+  # By the first process alone, each device with a whole model and the scores of
+  # attention of its rows: hours for 8B, where it fits.
+  config.evaluation.batch_size = 8192 // length
+  config.evaluation.most_rows = 0 if size == '8B' else 512
   config.loss.weight_power = 1.0
   config.log_every = 100
   config.checkpoint_every = 2000

@@ -89,7 +89,8 @@ def defaults() -> ConfigDict:
   config.evaluation = evaluation = ConfigDict()
   evaluation.num_replicates = 2  # Estimates per window, of 4 network calls.
   evaluation.batch_size = 64  # Windows per network call.
-  evaluation.most_rows = 4096  # Of prepared data; the first ones.
+  # Of prepared data, the first ones; 0: it is not evaluated.
+  evaluation.most_rows = 4096
 
   config.saved_dtype = 'float32'  # Of the parameters in model/.
   config.log_every = 50  # Steps per line of metrics.jsonl.
@@ -139,7 +140,7 @@ def check(config: ConfigDict) -> None:
     ('adapters.rank', config.adapters.rank, 0),
     ('evaluation.batch_size', config.evaluation.batch_size, 1),
     ('evaluation.num_replicates', config.evaluation.num_replicates, 2),
-    ('evaluation.most_rows', config.evaluation.most_rows, 1),
+    ('evaluation.most_rows', config.evaluation.most_rows, 0),
   ):
     if value < least:
       raise ValueError(f'config.{name}={value} must be at least {least}')

@@ -115,7 +115,7 @@ def prepared_data(
     training = rows_of(prepared.training)
 
   evaluate = None
-  if len(prepared.validation):
+  if len(prepared.validation) and config.evaluation.most_rows:
     evaluate = functools.partial(
       _evaluate_rows, config, rows_of(prepared.validation)
     )

@@ -121,6 +121,17 @@ def test_packed_documents_are_learned_and_evaluated(base, texts):
   assert run_data.summary(facts).startswith('31 documents in ')
 
 
+def test_nothing_is_evaluated_where_no_row_is_to_be(texts):
+  for most_rows, has_evaluation in ((0, False), (1, True)):
+    changes = {
+      'data.prepared': str(texts),
+      'data.rows': 'packed',
+      'evaluation.most_rows': most_rows,
+    }
+    data = run_data.prepared_data(config(**changes))
+    assert (data.evaluate is not None) == has_evaluation
+
+
 def test_other_documents_are_another_run(base, examples):
   changes = {'data.prepared': str(examples), 'data.rows': 'packed'}
   with pytest.raises(ValueError, match=r'config\.data\.prepared='):
