@@ -367,10 +367,10 @@ def summary(
   times = sum(x.times for x in cost.collectives)
   return (
     f'{num_parameters:,} parameters on {cost.num_devices} device(s); a step of '
-    f'{num_tokens:,} tokens takes {cost.flops:.3g} operations\n'
+    f'{num_tokens:,} tokens takes {cost.flops:.3g} FLOPs\n'
     f'a device holds {_size(cost.resident_bytes)} of state and batch and '
     f'{_size(cost.temporary_bytes)} of temporaries, of {_size(capacity)}\n'
-    f'it sends {_size(traffic)} in {times:,} exchanges a step'
+    f'it sends {_size(traffic)} in {times:,} collectives a step'
   )
 
 

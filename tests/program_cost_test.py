@@ -157,10 +157,10 @@ def test_what_does_not_fit_says_so_with_numbers():
   )
   assert text.splitlines() == [
     '1,000,000,000 parameters on 8 device(s); a step of 4,096 tokens takes '
-    '1e+15 operations',
+    '1e+15 FLOPs',
     'a device holds 16.1 GB of state and batch and 18 GB of temporaries, of '
     '80 GB',
-    'it sends 2.5 GB in 64 exchanges a step',
+    'it sends 2.5 GB in 64 collectives a step',
   ]
 
 

@@ -192,7 +192,7 @@ def print_report(record, plan, model, seconds):
   for column in record['columns'].values():
     if 'repeated' in column:
       print(
-        f'\n{column["operations"]:.4g} operations a step, '
+        f'\n{column["operations"]:.4g} FLOPs a step, '
         f'{column["repeated"]:.1%} of them more than once'
       )
   print(
