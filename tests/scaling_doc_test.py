@@ -1,6 +1,7 @@
 """The tables of docs/scaling.md are what the model of the cost says now."""
 
 import dataclasses
+import operator
 import re
 import runpy
 import sys
@@ -8,6 +9,7 @@ import sys
 import pytest
 import script_runner
 
+from mdlm_jax import run_config
 from mdlm_jax.models.config import TransformerConfig
 
 EXPERIMENTS = script_runner.ROOT / 'scripts' / 'experiments'
@@ -107,3 +109,13 @@ def test_what_is_beside_the_measured(row):
     + cost_model.data_traffic(model, plan)
   )
   assert_rounds_to(sent, total / 1e9)
+
+
+def test_fields_and_files_exist():
+  fields = run_config.defaults()
+  for name in ('scaling.md', 'data.md'):
+    text = (PATH.parent / name).read_text()
+    for field in set(re.findall(r'\bconfig((?:\.[a-z]\w*)+)', text)):
+      operator.attrgetter(field[1:])(fields)
+    for path in re.findall(r'\]\((?!http)([^)#]+)\)', text):
+      assert (PATH.parent / path).exists(), path
