@@ -93,7 +93,8 @@ def prepared_data(
   vocab = prepared.vocab
   if model_tokenizer is not None and model_tokenizer.vocab != vocab:
     raise ValueError(
-      f'{directory} has {vocab}, {config.init_from} has {model_tokenizer.vocab}'
+      f'{directory} has {vocab}, {config.init_from} has '
+      f'{model_tokenizer.vocab}: prepare it with --tokenizer={config.init_from}'
     )
   # PAD is never seen; a vocabulary need not have one.
   options = {

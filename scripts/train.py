@@ -1,6 +1,6 @@
 """Trains a masked diffusion language model on text.
 
-  python scripts/train.py --config=configs/tiny.py --workdir=runs/tiny \
+  python scripts/train.py --config=configs/tiny.py --workdir=runs/tiny \\
     [--config.model.num_layers=3 ...]
 
 The work directory receives checkpoints/, metrics.jsonl, TensorBoard events,

@@ -417,7 +417,7 @@ def _check_same(directory, before, now):
       if before[name].get(key) != value:
         raise ValueError(
           f'{directory} was prepared with {key}={before[name].get(key)!r}, not '
-          f'{value!r}'
+          f'{value!r}; other settings need another directory'
         )
   for name in ('tokenizer', 'template_sha256'):
     if before[name] != now[name]:

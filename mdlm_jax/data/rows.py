@@ -182,7 +182,9 @@ def example_rows(
   check_integer('answer_multiple', answer_multiple, 1)
   if eos_id is None:
     raise ValueError(
-      f'{answer_multiple=} fills answers up with EOS, but there is none'
+      f'{answer_multiple=} fills answers up with EOS, but the vocabulary has '
+      'none; those learned from text files by a run have none, those learned '
+      'by scripts/prepare_data.py have one'
     )
   given = np.asarray(documents.num_given)[plan.documents].astype(np.int64)
   filling = -(plan.lengths - given) % answer_multiple

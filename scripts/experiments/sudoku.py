@@ -23,7 +23,7 @@ digit, at the cell with the most certain one, one cell per network call.
 The model is the one that comes with the package, of 6x6 grids, or another of
 --checkpoint; with --config and --workdir it is trained first:
 
-  python scripts/experiments/sudoku.py --config=configs/sudoku6.py \
+  python scripts/experiments/sudoku.py --config=configs/sudoku6.py \\
     --workdir=runs/sudoku6
 
 A network that is trained longer solves more in random order too: what it sees

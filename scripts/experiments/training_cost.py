@@ -1,6 +1,6 @@
 """What a training run will take: its step compiled, beside a model of the cost.
 
-  python scripts/experiments/training_cost.py --config=configs/prepared.py:8B \
+  python scripts/experiments/training_cost.py --config=configs/prepared.py:8B \\
     --devices=64 --config.mesh.fsdp=64 --config.accumulation=20
 
 The step of the run is compiled for as many emulated CPU devices as are asked
