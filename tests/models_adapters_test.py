@@ -45,6 +45,18 @@ def four_bits(key, values):
   )
 
 
+def test_all_parameters_are_float32_in_64_bits_too():
+  config = dataclasses.replace(MIXED, tied_head=False, head_bias=True)
+
+  def init(key):
+    params = transformer.init(config, key)
+    return params, adapters.init(params, jax.random.clone(key), rank=RANK)
+
+  with jax.enable_x64(True):
+    leaves = jax.tree.leaves(jax.eval_shape(init, jax.random.key(0)))
+  assert {leaf.dtype for leaf in leaves} == {jnp.dtype('float32')}
+
+
 @functools.partial(jax.jit, static_argnums=1)
 def quantized(params, quantize):
   leaves = param_tree.flat(params)

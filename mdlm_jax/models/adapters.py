@@ -115,8 +115,9 @@ def init(
   for ((stack, name), shape), a_key in zip(shapes.items(), keys, strict=True):
     *layers, fan_in, fan_out = shape
     adapters.setdefault(stack, {})[name] = {
-      'a': jax.random.normal(a_key, (*layers, fan_in, rank)) / fan_in**0.5,
-      'b': jnp.zeros((*layers, rank, fan_out)),
+      'a': jax.random.normal(a_key, (*layers, fan_in, rank), jnp.float32)
+      / fan_in**0.5,
+      'b': jnp.zeros((*layers, rank, fan_out), jnp.float32),
     }
   return adapters
 

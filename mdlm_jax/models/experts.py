@@ -45,11 +45,14 @@ class Experts(nnx.Module):
 
     def matrices(*shape, scale=1.0):
       std = (scale / shape[-2]) ** 0.5
-      return nnx.Param(nnx.initializers.normal(std)(rngs.params(), shape))
+      draw = nnx.initializers.normal(std, jnp.float32)
+      return nnx.Param(draw(rngs.params(), shape))
 
     self.router = matrices(dim, experts.num_experts)
     if experts.selection_bias:
-      self.selection_bias = nnx.Param(jnp.zeros(experts.num_experts))
+      self.selection_bias = nnx.Param(
+        jnp.zeros(experts.num_experts, jnp.float32)
+      )
     num, width = experts.num_experts, experts.width
     self.gate = matrices(num, dim, width)
     self.up = matrices(num, dim, width)

@@ -171,7 +171,8 @@ class Outer(nnx.Module):
     self.config = config
     dim = config.model_dim
     linear = functools.partial(_linear, config, rngs)
-    table_init = nnx.initializers.normal(_LOGIT_STD / dim**0.5)
+    std = _LOGIT_STD / dim**0.5
+    table_init = nnx.initializers.normal(std, jnp.float32)
     self.embedding = nnx.Param(
       table_init(rngs.params(), (config.vocab_size, dim))
     )
@@ -179,7 +180,7 @@ class Outer(nnx.Module):
     if not config.tied_head:
       self.head = nnx.Param(table_init(rngs.params(), (config.vocab_size, dim)))
     if config.head_bias:
-      self.head_bias = nnx.Param(jnp.zeros(config.vocab_size))
+      self.head_bias = nnx.Param(jnp.zeros(config.vocab_size, jnp.float32))
     width = config.modulation_width
     if width:
       self.time_in = linear(2 * _NUM_WAVES, width, bias=True)
