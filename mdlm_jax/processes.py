@@ -4,6 +4,8 @@ Every process runs the same program; JAX makes one machine of all their
 devices. What is written is written by the first of them.
 """
 
+import os
+import sys
 from typing import Any
 
 import jax
@@ -43,9 +45,15 @@ def is_first() -> bool:
 
 
 def say(text: str) -> None:
-  """Prints a line at once, once for all processes."""
+  """Prints a line at once, once for all processes.
+
+  Work that has much to do goes on where nobody reads it any longer.
+  """
   if is_first():
-    print(text, flush=True)
+    try:
+      print(text, flush=True)
+    except BrokenPipeError:
+      os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def wait_for_all() -> None:

@@ -187,9 +187,10 @@ class RunLog:
     rows = self._row_numbers(step)
     line = {'step': step, 'incident': kind, **numbers, 'rows': rows}
     self._write_line('incidents', line)
-    self._bar.write(
-      f'step {step}: {text}; its rows are in incidents.jsonl', file=sys.stderr
-    )
+    with contextlib.suppress(BrokenPipeError):  # Nobody reads it.
+      self._bar.write(
+        f'step {step}: {text}; its rows are in incidents.jsonl', file=sys.stderr
+      )
 
   def _write_line(self, name, content):
     # One write of a whole line, which no other reader sees half of.

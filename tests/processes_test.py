@@ -116,3 +116,12 @@ def test_flags_of_several_processes_need_each_other(tmp_path):
 def test_the_flag_of_one_process():
   assert processes.is_first()
   assert processes.flags(placement.mesh(1, 1, 1), True).tolist() == [True]
+
+
+def test_what_nobody_reads_any_longer_is_no_error(monkeypatch):
+  reader, writer = os.pipe()
+  os.close(reader)
+  with os.fdopen(writer, 'w') as stream:
+    monkeypatch.setattr(sys, 'stdout', stream)
+    processes.say('one')
+    processes.say('two')

@@ -1,5 +1,7 @@
 import json
+import os
 import struct
+import sys
 
 import checkpoints_test
 import numpy as np
@@ -120,6 +122,20 @@ def test_skipped_steps_in_a_row_are_counted_across_a_restart(tmp_path, capsys):
   # A step that was skipped is in no mean; none at all is 0 of 0.
   assert [row['loss'] for row in rows] == [1.0, 0.0, 1.0]
   assert 'step 5: its gradient is not finite' in capsys.readouterr().err
+
+
+def test_an_incident_that_nobody_reads_of_is_written(tmp_path, monkeypatch):
+  reader, writer = os.pipe()
+  os.close(reader)
+  with (
+    opened(tmp_path) as log,
+    os.fdopen(writer, 'w', buffering=1) as stream,
+    monkeypatch.context() as patch,
+  ):
+    patch.setattr(sys, 'stderr', stream)
+    log.record(1, metrics(1.0, skipped=True))
+    os.dup2(os.open(os.devnull, os.O_WRONLY), writer)
+  assert len(lines(tmp_path / 'incidents.jsonl')) == 1
 
 
 def test_only_the_writer_writes(tmp_path):
