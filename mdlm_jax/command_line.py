@@ -41,8 +41,9 @@ def extra(name: str) -> Iterator[None]:
 def caught_signals() -> Iterator[list[int]]:
   """Collects Ctrl-C and SIGTERM instead of dying of them.
 
-  Yields the list of signals received so far, for a loop to look at. Only the
-  first of each kind is held back: a second Ctrl-C acts at once.
+  Yields the list of signals received so far, for a loop to look at. A second
+  Ctrl-C acts at once. A second SIGTERM does not: schedulers send it again, to
+  the group and to the process, while the first is being obeyed.
   """
   caught = []
   kinds = (signal.SIGINT, signal.SIGTERM)
@@ -51,7 +52,8 @@ def caught_signals() -> Iterator[list[int]]:
   def remember(kind, frame):
     del frame
     caught.append(kind)
-    signal.signal(kind, previous[kind])
+    if kind == signal.SIGINT:
+      signal.signal(kind, previous[kind])
 
   for kind in kinds:
     signal.signal(kind, remember)

@@ -7,7 +7,8 @@ The work directory receives checkpoints/, metrics.jsonl, TensorBoard events,
 incidents.jsonl, model/ (averaged weights, config and tokenizer: what sample.py
 and evaluate.py read) and evaluation.json. A run whose work directory has a
 checkpoint goes on from there. Ctrl-C saves and exits with code 130, SIGTERM
-with code 0.
+with code 0; before the first step and after the last one nothing is to be
+saved, and both end it at once.
 
 mdlm_jax/run_config.py explains every field of a config. docs/scaling.md says
 how to use many devices and several processes.
