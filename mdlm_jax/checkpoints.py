@@ -114,11 +114,15 @@ def latest_settings(directory: Path) -> dict:
   Raises:
     ValueError: none can be read.
   """
-  directory = _absolute(directory)
+  directory, damage = _absolute(directory), []
   for step in _steps(directory):
-    with contextlib.suppress(_DamagedError):
+    try:
       return _content(directory, step)['settings']
-  raise ValueError(f'no checkpoint in {directory} can be read')
+    except _DamagedError as error:
+      damage.append(f'{step}: {error}')
+  raise ValueError(
+    f'no checkpoint in {directory} can be read; {"; ".join(damage)}'
+  )
 
 
 def restore(directory: Path, state: Any, iterator: Iterator) -> Any:
@@ -234,6 +238,8 @@ def _content(directory, step):
   """What `save` wrote beside the arrays."""
   path = directory / str(step)
   with _reading():
+    if not (path / _RUN).is_dir():
+      raise ValueError(f'it has no {_RUN}/, as one of another version')
     content = ocp.load_checkpointables(path, {_RUN: None})[_RUN]
     if content.pop('sha256') != _digest(content):
       raise ValueError(f'{_RUN} is not what was saved')
