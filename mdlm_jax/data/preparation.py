@@ -433,14 +433,16 @@ def _check_same(directory, before, now):
 def _check_same_files(directory, name, before, now):
   if len(before) != len(now):
     raise ValueError(
-      f'{directory} was prepared from {len(before)} {name}, not {len(now)}'
+      f'{directory} was prepared from {len(before)} {name}, not {len(now)}; '
+      'other files need another directory'
     )
   for old, new in zip(before, now, strict=True):
     if (old['bytes'], old['sha256']) != (new['bytes'], new['sha256']):
       raise ValueError(
         f'{directory} was prepared from another {new["path"]}: {old["path"]} '
         f'of {old["bytes"]} bytes, SHA-256 {old["sha256"][:12]}, not '
-        f'{new["bytes"]} bytes, {new["sha256"][:12]}'
+        f'{new["bytes"]} bytes, {new["sha256"][:12]}; other files need another '
+        'directory, or this one emptied'
       )
 
 
