@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from mdlm_jax import mesh_context
 from mdlm_jax.alignment import shifted_features
 from mdlm_jax.caches import Computed, computed_features
 from mdlm_jax.constraints import Constraint, allowed_at
 from mdlm_jax.corruption import corrupt
 from mdlm_jax.guidance import Guidance, combine
-from mdlm_jax.models import placement
 from mdlm_jax.schedules import Schedule
 from mdlm_jax.vocab import Vocab
 
@@ -254,7 +254,7 @@ def _in_chunks(of_slots, num_ids):
   """
 
   def in_chunks(params, hidden, ids):
-    num_devices = math.prod(placement.context_mesh().values())
+    num_devices = math.prod(mesh_context.context_axes().values())
     num_chunks = _divisor(
       ids.shape[1], ids.size * num_ids / num_devices / _MOST_LOGITS
     )
@@ -273,7 +273,7 @@ def _in_chunks(of_slots, num_ids):
       log_probs = jax.lax.map(lambda x: of_chunk(*x), (hidden, chunks))
       return jnp.moveaxis(log_probs, 0, 2).reshape(ids.shape)
 
-    return placement.by_rows(scan, params, hidden, ids)
+    return mesh_context.by_rows(scan, params, hidden, ids)
 
   return in_chunks
 

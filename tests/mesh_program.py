@@ -12,6 +12,7 @@ import numpy as np
 
 from mdlm_jax import (
   corruption,
+  mesh_context,
   optimizers,
   predict,
   program_cost,
@@ -157,7 +158,7 @@ def moved_logits(hlo_text):
 def check_rows_find_their_devices():
   """Also where the devices stand in another order than their numbers."""
   devices = np.array(jax.devices())[[6, 1, 4, 3, 2, 5, 0, 7]]
-  mesh = jax.sharding.Mesh(devices.reshape(2, 2, 2), placement.AXES)
+  mesh = jax.sharding.Mesh(devices.reshape(2, 2, 2), mesh_context.AXES)
   rows = text()
   for key, leaf in placement.global_batch(mesh, rows, ROWS).items():
     assert len(leaf.addressable_shards) == 8

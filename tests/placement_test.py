@@ -2,7 +2,7 @@ import jax
 import numpy as np
 import pytest
 
-from mdlm_jax import optimizers, training
+from mdlm_jax import mesh_context, optimizers, training
 from mdlm_jax.models import placement, transformer
 from mdlm_jax.models.config import ExpertsConfig, TransformerConfig
 
@@ -21,7 +21,7 @@ EXPERTS = ExpertsConfig(num_experts=4, num_chosen=2, width=6, shared_width=4)
 
 def abstract(data, fsdp, tensor):
   """Axes without devices, for what asks for their sizes only."""
-  return jax.sharding.AbstractMesh((data, fsdp, tensor), placement.AXES)
+  return jax.sharding.AbstractMesh((data, fsdp, tensor), mesh_context.AXES)
 
 
 def specs(config, mesh, muon=0.0):
@@ -143,11 +143,3 @@ def test_missing_rows_are_refused():
     ValueError, match=r'ids has 2 row\(s\).* holds 3 of the 3'
   ):
     placement.global_batch(ONE, {'ids': np.zeros((2, 4), np.int32)}, 3)
-
-
-def test_without_several_devices_nothing_is_said():
-  x = jax.numpy.ones((2, 2))
-  with jax.set_mesh(ONE):
-    assert placement.constrain(x, placement.ROWS, None) is x
-    assert placement.by_rows(lambda params, x: x, None, x) is x
-    assert placement.fits(3, placement.TENSOR)

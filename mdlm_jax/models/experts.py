@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from mdlm_jax.models import placement
+from mdlm_jax import mesh_context
 from mdlm_jax.models.config import ExpertsConfig, TransformerConfig
 
 # Rows of a block: half of what an expert has on average, within these.
@@ -68,7 +68,7 @@ class Experts(nnx.Module):
     """The mixture of a layer, whose experts stand at `layer` of a stack."""
     experts = self.config.experts
     tokens = x.reshape(-1, x.shape[-1])
-    weights, chosen = placement.by_rows(
+    weights, chosen = mesh_context.by_rows(
       lambda bias, logits: route(logits, bias, experts),
       self.selection_bias[...] if experts.selection_bias else None,
       router_logits(tokens, self.router[...]),
@@ -192,16 +192,16 @@ def mix(
   on_device = functools.partial(
     jax.lax.platform_dependent, cpu=mix_in_blocks, default=mix_by_ragged_dot
   )
-  context = placement.context_mesh()
+  context = mesh_context.context_axes()
   if not context:
     return on_device(tokens, weights, chosen, layer, gate, up, out)
 
   def split(size, axes):
     names = tuple(name for name in axes if name in context)
-    return names if placement.fits(size, names) else ()
+    return names if mesh_context.fits(size, names) else ()
 
-  rows = jax.P(split(len(tokens), placement.ROWS))
-  hidden = split(gate.shape[-1], placement.TENSOR)
+  rows = jax.P(split(len(tokens), mesh_context.ROWS))
+  hidden = split(gate.shape[-1], mesh_context.TENSOR)
 
   def part(tokens, weights, chosen, *matrices):
     matrices = (matrix[None] for matrix in matrices)

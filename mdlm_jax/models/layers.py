@@ -15,11 +15,11 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from mdlm_jax import schedules
+from mdlm_jax.mesh_context import ROWS, TENSOR, fits, sharded
 from mdlm_jax.models import adapters
 from mdlm_jax.models.attention import rotate
 from mdlm_jax.models.config import TransformerConfig
 from mdlm_jax.models.experts import Experts
-from mdlm_jax.models.placement import ROWS, TENSOR, constrain, fits
 
 _NUM_WAVES = 128
 # Spread of a fresh network's logits: small, so that it starts near the uniform
@@ -119,18 +119,18 @@ class Block(nnx.Module):
     branch = modulate(self.attention_norm(x), shift, scale)
     q, k, v = self._project(_gathered(branch), cos, sin)
     mixed, stored = attend(q, k, v, stored)
-    mixed = constrain(mixed, ROWS, None, TENSOR, None)
+    mixed = sharded(mixed, ROWS, None, TENSOR, None)
     mixed = self.attention_out(mixed.reshape(*x.shape[:2], -1))
-    x += gate * constrain(mixed, ROWS, TENSOR, None)
+    x += gate * sharded(mixed, ROWS, TENSOR, None)
     branch = modulate(self.mlp_norm(x), mlp_shift, mlp_scale)
     mixed = self._mlp(_gathered(branch), layer)
-    return x + mlp_gate * constrain(mixed, ROWS, TENSOR, None), stored
+    return x + mlp_gate * sharded(mixed, ROWS, TENSOR, None), stored
 
   def _modulation(self, conditioning):
     """Shift, scale and gate of both branches, each [B, 1 or W, d]."""
     if conditioning is None:
       return 0, 0, 1, 0, 0, 1
-    modulation = constrain(self.modulation(conditioning), ROWS, TENSOR, None)
+    modulation = sharded(self.modulation(conditioning), ROWS, TENSOR, None)
     return jnp.split(modulation, 6, axis=-1)
 
   def _project(self, x, cos, sin):
@@ -138,7 +138,7 @@ class Block(nnx.Module):
 
     def heads(projected):
       by_head = projected.reshape(*x.shape[:2], -1, self.config.head_dim)
-      return constrain(by_head, ROWS, None, TENSOR, None)
+      return sharded(by_head, ROWS, None, TENSOR, None)
 
     q, k, v = self.query(x), self.key(x), self.value(x)
     if self.config.qk_norm == 'projection':
@@ -155,13 +155,13 @@ class Block(nnx.Module):
       hidden = jax.nn.gelu(self.up(x), approximate=True)
     else:
       hidden = jax.nn.silu(self.gate(x)) * self.up(x)
-    return self.mlp_out(constrain(hidden, ROWS, None, TENSOR))
+    return self.mlp_out(sharded(hidden, ROWS, None, TENSOR))
 
 
 def _gathered(branch):
   """All slots of a row on each of its devices."""
   # First where it lies: XLA would gather the float32 that it was cast from.
-  return constrain(constrain(branch, ROWS, TENSOR, None), ROWS, None, None)
+  return sharded(sharded(branch, ROWS, TENSOR, None), ROWS, None, None)
 
 
 class Outer(nnx.Module):
@@ -189,15 +189,15 @@ class Outer(nnx.Module):
 
   def embed(self, ids):
     # Whole along the width, or every device would look up all rows of a batch.
-    table = constrain(self.embedding[...], TENSOR, None)
+    table = sharded(self.embedding[...], TENSOR, None)
     if len(table) <= _MOST_ONE_HOT_ROWS:
       one_hot = jax.nn.one_hot(ids, len(table), dtype=table.dtype)
       rows = jnp.matmul(one_hot, table, precision='highest')
     else:
       rows = table[ids]
-    rows = constrain(rows, ROWS, None, None)
+    rows = sharded(rows, ROWS, None, None)
     stream = (rows * embedding_scale(self.config)).astype(self.config.dtype)
-    return constrain(stream, ROWS, TENSOR, None)
+    return sharded(stream, ROWS, TENSOR, None)
 
   def embed_time(self, t):
     """What modulates norms and branches, `[B, W]` to `[B, W, c]`, or None.
@@ -221,14 +221,14 @@ class Outer(nnx.Module):
 
   def logits(self, hidden):
     table = self.embedding if self.config.tied_head else self.head
-    table = constrain(table[...].astype(hidden.dtype), TENSOR, None)
+    table = sharded(table[...].astype(hidden.dtype), TENSOR, None)
     logits = jnp.einsum(
       'bld,vd->blv', hidden, table, preferred_element_type=jnp.float32
     )
     # By slots where not by ids.
     by_ids = fits(len(table), TENSOR)
     over = (None, TENSOR) if by_ids else (TENSOR, None)
-    logits = constrain(logits, ROWS, *over)
+    logits = sharded(logits, ROWS, *over)
     if self.config.logit_scale != 1:  # One pass over the logits less.
       logits *= self.config.logit_scale
     if self.config.head_bias:

@@ -10,9 +10,8 @@ parameter, with its moments and its average, over 'fsdp' and 'tensor':
   tensor   some heads, hidden units, ids     activations (Megatron-LM, Shoeybi
            and slots                         et al. 2019, section 3)
 
-One program runs on all of them, and XLA adds the exchanges. `constrain` says
-inside a network how its activations lie, for a mesh that `jax.set_mesh` names;
-without one it does nothing.
+One program runs on all of them, and XLA adds the exchanges; how activations lie
+is said in `mesh_context`.
 """
 
 import math
@@ -24,15 +23,10 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int, Shaped
 
+from mdlm_jax.mesh_context import AXES, ROWS
 from mdlm_jax.models.config import TransformerConfig
 
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
-
-AXES = ('data', 'fsdp', 'tensor')
-# What the rows of a batch are split over.
-ROWS = ('data', 'fsdp')
-# What heads, hidden units, ids and, between branches, slots are split over.
-TENSOR = ('tensor',)
 
 # Ends of the keys of parameters, and which of their axes lie over 'fsdp' and
 # 'tensor'. Experts are split as MLPs are, each over all devices.
@@ -123,9 +117,7 @@ def check(mesh: Mesh, config: TransformerConfig, batch_size: int) -> None:
       )
 
 
-def sharding(
-  mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
-) -> Callable:
+def sharding(mesh: Mesh) -> Callable:
   """Where each parameter goes, for the `sharding` of `directory.load`.
 
   Matrices that open a branch lie by their outputs over 'tensor', those that
@@ -234,90 +226,6 @@ def global_batch(
     return jax.make_array_from_callback(shape, place, part)
 
   return {name: spread(name, leaf) for name, leaf in local.items()}
-
-
-def constrain(
-  x: Shaped[Array, '...'], *axes: tuple[str, ...] | None
-) -> Shaped[Array, '...']:
-  """Says how an activation lies on the mesh of the context.
-
-  Args:
-    x: the activation.
-    axes: for each of its axes those of the mesh that it is split over, as
-      `ROWS` and `TENSOR`; None: it is whole. Where they do not divide it, XLA
-      chooses.
-
-  Returns:
-    The same values; `x` itself where no mesh of several devices is set.
-
-  Example:
-    >>> x = jax.numpy.ones(2)
-    >>> constrain(x, ROWS) is x
-    True
-  """
-  context = context_mesh()
-  if not context:
-    return x
-
-  def names(names, size):
-    if names is None:
-      return None
-    if not fits(size, names):
-      return jax.P.UNCONSTRAINED
-    return tuple(name for name in names if name in context)
-
-  return jax.lax.with_sharding_constraint(x, jax.P(*map(names, axes, x.shape)))
-
-
-def by_rows(
-  function: Callable, params: Any, *arrays: Shaped[Array, 'B ...']
-) -> Any:
-  """`function(params, *arrays)`, computed on each device for its own rows.
-
-  For a function that takes its rows in parts, after each of which XLA would sum
-  the gradient of `params` over the devices; and for what XLA cannot split, such
-  as `top_k`.
-
-  Args:
-    function: takes any number of rows, each by itself.
-    params: whole on every device while it is computed.
-    *arrays: their first axis is rows.
-
-  Returns:
-    What the function returns for all rows; its leaves' first axis is rows, too.
-  """
-  context = context_mesh()
-  names = tuple(name for name in ROWS if name in context)
-  if not names or not fits(len(arrays[0]), names):
-    return function(params, *arrays)
-  return jax.shard_map(
-    function,
-    in_specs=(jax.P(), *[jax.P(names)] * len(arrays)),
-    out_specs=jax.P(names),
-    axis_names=set(names),
-    # With it the sums are where the parameters are used.
-    check_vma=False,
-  )(params, *arrays)
-
-
-def fits(size: int, axes: tuple[str, ...]) -> bool:
-  """Whether the axes of the context's mesh divide a size; without one True."""
-  context = context_mesh()
-  return size % math.prod(context.get(name, 1) for name in axes) == 0
-
-
-def context_mesh() -> dict[str, int]:
-  """Axes of more than one device over which XLA may split here.
-
-  Empty where no mesh is set, and without what is split already inside of
-  `jax.shard_map`.
-  """
-  mesh = jax.sharding.get_abstract_mesh()
-  return {
-    name: mesh.shape[name]
-    for name in mesh.auto_axes
-    if name in AXES and mesh.shape[name] > 1
-  }
 
 
 def _split_axes(key):

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 
+from mdlm_jax import mesh_context
 from mdlm_jax.models import param_tree, placement
 from mdlm_jax.models.config import TransformerConfig
 
@@ -95,9 +96,9 @@ def local_parameters(
   config: TransformerConfig, plan: Plan, axes=('fsdp', 'tensor')
 ) -> int:
   """Those that one device holds; or would, were they split over `axes` only."""
-  sizes = [getattr(plan, a) if a in axes else 1 for a in placement.AXES]
+  sizes = [getattr(plan, a) if a in axes else 1 for a in mesh_context.AXES]
   place = placement.sharding(
-    jax.sharding.AbstractMesh(tuple(sizes), placement.AXES)
+    jax.sharding.AbstractMesh(tuple(sizes), mesh_context.AXES)
   )
   return sum(
     math.prod(place(key, leaf.shape).shard_shape(leaf.shape))
@@ -361,7 +362,7 @@ def step_seconds(
     'data': data_traffic(config, plan),
   }
   exchanges, inner = 0.0, 1
-  for axis in reversed(placement.AXES):  # Neighbours first.
+  for axis in reversed(mesh_context.AXES):  # Neighbours first.
     size = getattr(plan, axis)
     exchanges += sent[axis] / (1e9 * _speed(device, inner, size))
     inner *= size
