@@ -81,7 +81,7 @@ def save(
   content = {
     'settings': settings,
     'data': iterator.get_state(),
-    'arrays': _array_list(state, _checksums(state)),
+    'arrays': _array_list(state, checksums(state)),
   }
   content['sha256'] = _digest(content)
   try:
@@ -178,6 +178,16 @@ def latest_state(directory: Path) -> dict[str, Any]:
   return _latest_whole(_absolute(directory), target)[1]
 
 
+def checksums(tree: Any) -> list[int]:
+  """A number below 2^32 for each array, wherever its parts lie.
+
+  It is the same on any number of devices; all processes take part.
+  """
+  # One is waited for before the next begins: programs that run at once on CPU
+  # devices of several processes could wait for one another for ever.
+  return [int(_checksum(leaf)) for leaf in jax.tree.leaves(tree)]
+
+
 class _DamagedError(Exception):
   """Says what of a checkpoint is damaged."""
 
@@ -227,7 +237,7 @@ def _load(directory, step, target_of):
     state = ocp.load_checkpointables(path, {_STATE: target})[_STATE]
   # Only now, as all devices take part in it.
   with _reading():
-    found = _array_list(state, _checksums(state))
+    found = _array_list(state, checksums(state))
     wrong = [name for name in arrays if arrays[name] != found[name]]
     if wrong:
       raise ValueError(f'other values in {", ".join(wrong)} than were saved')
@@ -335,13 +345,6 @@ def _array_list(tree, checksums=None):
     ]
     for (path, leaf), checksum in zip(leaves, checksums, strict=True)
   }
-
-
-def _checksums(tree):
-  """A number below 2^32 for each leaf, wherever its parts lie."""
-  # One is waited for before the next begins: programs that run at once on CPU
-  # devices of several processes could wait for one another for ever.
-  return [int(_checksum(leaf)) for leaf in jax.tree.leaves(tree)]
 
 
 @jax.jit
