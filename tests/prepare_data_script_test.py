@@ -305,6 +305,7 @@ def test_a_tokenizer_without_mask_may_get_one_after_its_ids(
     (['--noeos'], 'was prepared with eos=None, not False'),
     (['--validation_files=OTHER'], 'was prepared from 0 validation_files, not'),
     (['--validation_files=FILE'], 'is both in files and in validation_files'),
+    (['--validation_files=LINK'], 'is both in files and in validation_files'),
     (['--files=OTHER'], 'was prepared from another .*b.jsonl: .*a.jsonl'),
     (['--files=FILE,OTHER'], 'was prepared from 1 files, not 2'),
     (['--output=FULL'], 'holds other files, such as c.txt'),
@@ -326,8 +327,9 @@ def test_refusals_name_the_reason(tmp_path, corpus, hub, arguments, said):
   small_corpora.write(other, [{'text': 'other'}])
   places = {
     'HUB': hub, 'FILE': corpus, 'OTHER': other, 'FULL': tmp_path / 'full',
-    'BUSY': tmp_path / 'busy',
+    'BUSY': tmp_path / 'busy', 'LINK': tmp_path / 'c.jsonl',
   }  # fmt: skip
+  places['LINK'].symlink_to(corpus)
   places['FULL'].mkdir()
   (places['FULL'] / 'c.txt').write_text('mine')
   for name, place in places.items():
@@ -338,6 +340,27 @@ def test_refusals_name_the_reason(tmp_path, corpus, hub, arguments, said):
   ):
     run(output, corpus, *arguments)
   assert small_corpora.files_of(output) == before
+
+
+@pytest.mark.parametrize('learned', [True, False])
+def test_a_file_that_changes_is_not_passed_off_as_what_was_read(
+  tmp_path, learned
+):
+  path = small_corpora.write(tmp_path / 'a.jsonl', [{'text': 'abc'}] * 20)
+  before = path.stat()
+
+  def change(progress):
+    if progress.name != 'reading':
+      # As long as it was, and not a line is damaged.
+      path.write_text(path.read_text().replace('abc', 'cba'))
+      os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+
+  tokenizer = None if learned else character_tokenizer('abc')
+  with pytest.raises(ValueError, match=r'a\.jsonl was changed while it was'):
+    preparation.prepare(
+      tmp_path / 'out', [str(path)], tokenizer=tokenizer, progress=change
+    )
+  assert not (tmp_path / 'out' / 'prepared.json').exists()
 
 
 def test_a_finished_directory_is_left_as_it_is(tmp_path, corpus):

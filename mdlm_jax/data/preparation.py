@@ -158,8 +158,10 @@ def prepare(
   check_integer('workers', workers, 1)
   if not files:
     raise ValueError('no file is named')
-  for path in set(files) & set(validation_files):
-    raise ValueError(f'{path} is both in files and in validation_files')
+  held_out = {os.path.realpath(path) for path in validation_files}
+  for path in files:
+    if os.path.realpath(path) in held_out:
+      raise ValueError(f'{path} is both in files and in validation_files')
   _check_together(settings, validation_files, tokenizer, template)
   run = functools.partial(_run, workers=workers, progress=progress)
   with _alone(directory) as directory:
@@ -185,6 +187,7 @@ def prepare(
       tokenizer = _kept(directory, tokenizer, units, settings, run)
       encode = _encoder(settings, tokenizer, template)
       _tokenise(directory, units, encode, tokenizer.vocab, settings, run)
+      _check_unchanged(scans)
       record = _record(directory, units, made_of, tokenizer)
       prepared.write_json(directory / prepared.RECORD, record)
     for name in (prepared.UNFINISHED, _UNITS):
@@ -333,11 +336,13 @@ def _unit_bytes(paths):
 class _Scan(NamedTuple):
   told: dict[str, Any]
   spans: list[readers.Span]
+  changed: int  # When the file was, in ns.
 
 
 def _scan(settings, most_bytes, path, advance):
   """What a file is, and where its documents are."""
   with open(path, 'rb') as file:
+    changed = os.fstat(file.fileno()).st_mtime_ns
     digest = hashlib.file_digest(file, 'sha256').hexdigest()
   spans = readers.spans(
     path,
@@ -351,7 +356,18 @@ def _scan(settings, most_bytes, path, advance):
     'sha256': digest,
     'documents': sum(span.count for span in spans),
   }
-  return _Scan(told, spans)
+  return _Scan(told, spans, changed)
+
+
+def _check_unchanged(scans):
+  """Raises ValueError where shards may not be of the files that were read."""
+  for scan in itertools.chain(*scans):
+    path = scan.told['path']
+    if os.stat(path).st_mtime_ns != scan.changed:
+      raise ValueError(
+        f'{path} was changed while it was read; begin anew, in an empty '
+        'directory'
+      )
 
 
 def _units(scans, most_bytes):
