@@ -155,6 +155,7 @@ def _settings(run: Run) -> dict:
     'config': json.loads(run.config.to_json()),
     'tokenizer': run.data.tokenizer.to_json(),
     **run.data.facts,
+    'frozen': checkpoints.checksums(run.model.frozen),
     'train_seconds': 0.0,
     'log': None,
   }
@@ -176,6 +177,11 @@ def _check_same_run(saved: dict, settings: dict, workdir: pathlib.Path) -> None:
         f'{workdir} holds a run on another text ({name} differs); choose '
         'another --workdir'
       )
+  if saved['frozen'] != settings['frozen']:
+    raise ValueError(
+      f'{workdir} holds adapters of another model than '
+      f'{settings["config"]["init_from"]} is now; choose another --workdir'
+    )
 
 
 def _flatten(tree, prefix=''):
@@ -258,6 +264,10 @@ def train_model(
       )
     if latest is not None:
       _check_same_run(checkpoints.latest_settings(saves), settings, workdir)
+      if latest > config.steps:
+        raise ValueError(
+          f'{workdir} is at step {latest}, beyond steps={config.steps}'
+        )
     target = state_target(run)
     step = compiled_step(run, target)
     if latest is None:
@@ -267,10 +277,6 @@ def train_model(
       saved = checkpoints.latest_settings(saves)
       settings |= {name: saved[name] for name in ('train_seconds', 'log')}
       processes.say(f'resuming {workdir} at step {int(state.step)}')
-    if int(state.step) > config.steps:
-      raise ValueError(
-        f'{workdir} is at step {int(state.step)}, beyond steps={config.steps}'
-      )
     if int(state.step) == config.steps:
       # It may have been killed after its last checkpoint.
       _export(run, settings, state, workdir)
@@ -454,7 +460,7 @@ def _export(run, settings, state, workdir):
     | {
       name: value
       for name, value in settings.items()
-      if name not in ('tokenizer', 'log')
+      if name not in ('tokenizer', 'frozen', 'log')
     },
   )
 
