@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import shutil
 
 import jax
 import numpy as np
@@ -167,8 +168,9 @@ def test_adapters_leave_all_else_as_it_was(base, examples, tmp_path, int8):
     'adapters.int8': int8,
     'optimizer.learning_rate': 0.1,
   }
-  assert runs.train(on_examples(base, examples, **changes), tmp_path) == 0
-  before, after = (directory.load(x / 'model').params for x in (base, tmp_path))
+  base, workdir = shutil.copytree(base, tmp_path / 'base'), tmp_path / 'run'
+  assert runs.train(on_examples(base, examples, **changes), workdir) == 0
+  before, after = (directory.load(x / 'model').params for x in (base, workdir))
   for name, layer in before['blocks'].items():
     (kind,) = layer
     difference = np.abs(after['blocks'][name][kind] - layer[kind]).max()
@@ -181,8 +183,12 @@ def test_adapters_leave_all_else_as_it_was(base, examples, tmp_path, int8):
   np.testing.assert_array_equal(after['embedding'], before['embedding'])
   # The same command goes on.
   changes['steps'] = 6
-  assert runs.train(on_examples(base, examples, **changes), tmp_path) == 0
-  assert [line['step'] for line in lines(tmp_path)] == [2, 4, 6]
+  assert runs.train(on_examples(base, examples, **changes), workdir) == 0
+  assert [line['step'] for line in lines(workdir)] == [2, 4, 6]
+  # But not beside other parameters in the same place.
+  shutil.copytree(workdir / 'model', base / 'model', dirs_exist_ok=True)
+  with pytest.raises(ValueError, match='holds adapters of another model than'):
+    runs.train(on_examples(base, examples, **changes), workdir)
 
 
 @pytest.mark.parametrize(
