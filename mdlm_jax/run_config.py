@@ -11,6 +11,7 @@ import operator
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
+from mdlm_jax import losses
 from mdlm_jax.models.config import DTYPES, TransformerConfig
 
 
@@ -99,6 +100,8 @@ def defaults() -> ConfigDict:
   return config
 
 
+# What loss.kind names.
+LOSSES = {'bound': losses.continuous_bound, 'answer': losses.answer_loss}
 # What rows can be made of prepared documents.
 PREPARED_ROWS = ('packed', 'documents', 'examples')
 # What a resumed run may change; everything else must be as it was.
@@ -160,7 +163,7 @@ def check(config: ConfigDict) -> None:
   for name, value, choices in (
     ('saved_dtype', config.saved_dtype, DTYPES),
     ('model.dtype', config.model.dtype, DTYPES),
-    ('loss.kind', config.loss.kind, ('bound', 'answer')),
+    ('loss.kind', config.loss.kind, LOSSES),
     ('data.rows', config.data.rows, ('windows', *PREPARED_ROWS)),
   ):
     if value not in choices:

@@ -28,7 +28,6 @@ from mdlm_jax import (
   command_line,
   directory_lock,
   evaluation,
-  losses,
   optimizers,
   processes,
   program_cost,
@@ -43,8 +42,6 @@ from mdlm_jax import (
 from mdlm_jax.data.batches import batches, row_numbers
 from mdlm_jax.models import directory, placement, transformer
 from mdlm_jax.run_log import RunLog
-
-_LOSSES = {'bound': losses.continuous_bound, 'answer': losses.answer_loss}
 
 
 class Run(NamedTuple):
@@ -135,7 +132,7 @@ def assemble(
     optimizer,
     vocab=data.tokenizer.vocab,
     ema_decay=config.ema_decay,
-    loss=_LOSSES[config.loss.kind],
+    loss=run_config.LOSSES[config.loss.kind],
     schedule=schedules.named_schedule(config.loss.schedule),
     times=time_draws.named_times(config.loss.times),
     t_min=config.loss.t_min,

@@ -110,7 +110,7 @@ def change_batches(path, step_seconds, poisoned):
 
   placement.global_batch = global_batch
   if poisoned:
-    runs._LOSSES['bound'] = loss
+    run_config.LOSSES['bound'] = loss
 
 
 def main(_):
