@@ -27,6 +27,7 @@ class RunModel(NamedTuple):
     join: `join(frozen, params)` is what the network is called with; None where
       all are trained.
     whole: `whole(params)` are the parameters of the network, to be saved.
+    release: frees what `init` would return, where a checkpoint takes its place.
   """
 
   config: transformer.TransformerConfig
@@ -34,6 +35,7 @@ class RunModel(NamedTuple):
   frozen: Params | None = None
   join: Callable | None = None
   whole: Callable[[Params], Params] = lambda params: params
+  release: Callable[[], None] = lambda: None
 
 
 def fresh_model(
@@ -98,7 +100,11 @@ def loaded_model(
   """
   shape = dataclasses.replace(model.config, dtype=config.model.dtype)
   if not config.adapters.rank:
-    return RunModel(shape, lambda: model.params)
+    return RunModel(
+      shape,
+      lambda: model.params,
+      release=lambda: jax.tree.map(lambda x: x.delete(), model.params),
+    )
   init = functools.partial(
     adapters.init,
     jax.eval_shape(lambda: int8.dense(model.params)),

@@ -270,6 +270,7 @@ def train_model(
     if latest is None:
       state = fresh_state(run, target)
     else:
+      run.model.release()
       state = checkpoints.restore(saves, target, iterator)
       saved = checkpoints.latest_settings(saves)
       settings |= {name: saved[name] for name in ('train_seconds', 'log')}

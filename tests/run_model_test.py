@@ -8,10 +8,17 @@ import jax
 import numpy as np
 import pytest
 
-from mdlm_jax import evaluation, run_config, run_data, runs
+from mdlm_jax import (
+  checkpoints,
+  evaluation,
+  run_config,
+  run_data,
+  run_model,
+  runs,
+)
 from mdlm_jax.data import preparation
 from mdlm_jax.data.prepared import open_prepared
-from mdlm_jax.models import directory
+from mdlm_jax.models import directory, placement
 from mdlm_jax.tokenizer import character_tokenizer
 
 TOKENIZER = character_tokenizer('0123456789+=abcdefgh ', eos=True)
@@ -139,7 +146,9 @@ def test_other_documents_are_another_run(base, examples):
     runs.train(config(**SHAPE, **changes), base)
 
 
-def test_a_run_goes_on_from_the_parameters_of_a_model(base, examples, tmp_path):
+def test_a_run_goes_on_from_the_parameters_of_a_model(
+  base, examples, tmp_path, monkeypatch
+):
   changes = {'optimizer.learning_rate': 1e-12}
   assert runs.train(on_examples(base, examples, **changes), tmp_path) == 0
   before, after = (directory.load(x / 'model') for x in (base, tmp_path))
@@ -153,6 +162,19 @@ def test_a_run_goes_on_from_the_parameters_of_a_model(base, examples, tmp_path):
   # that are filled up to 4. Prompts are not learned.
   for line in lines(tmp_path):
     assert line['count'] == 16
+  # Goes on without the parameters that it began with in memory.
+  again = on_examples(base, examples, **changes, steps=5)
+  restored, held = checkpoints.restore, []
+
+  def restore(*arguments):
+    held.extend(not x.is_deleted() for x in jax.tree.leaves(loaded.params))
+    return restored(*arguments)
+
+  loaded = run_model.load(again, placement.mesh(1, 1, 1))
+  monkeypatch.setattr(run_model, 'load', lambda *_: loaded)
+  monkeypatch.setattr(checkpoints, 'restore', restore)
+  assert runs.train(again, tmp_path) == 0
+  assert held and not any(held)
   report = json.loads((tmp_path / 'evaluation.json').read_text())
   assert report['num_tokens'] == 10 * 4
   # 55 sums have one digit: of 4 learned tokens 2 are filling, else 1.
@@ -212,16 +234,24 @@ def test_mistakes_are_found_before_anything_is_written(
   assert not (tmp_path / 'run').exists()
 
 
+@pytest.mark.parametrize(
+  ('text', 'message'),
+  [
+    ('xyz', r'has Vocab\(size=6'),
+    # As many characters, with the same roles, and z in place of h.
+    ('0123456789+=abcdefgz ', "has other tokens than .*, such as 'h'"),
+  ],
+)
 def test_documents_of_another_vocabulary_are_refused(
-  base, tmp_path: pathlib.Path
+  base, tmp_path: pathlib.Path, text, message
 ):
-  file = write_lines(tmp_path / 'x.jsonl', [{'text': 'xyz' * 9}] * 3)
+  file = write_lines(tmp_path / 'x.jsonl', [{'text': text * 9}] * 3)
   preparation.prepare(tmp_path / 'other', [file])
   changes = {
     'init_from': str(base),
     'data.prepared': str(tmp_path / 'other'),
     'data.rows': 'documents',
   }
-  with pytest.raises(ValueError, match=r'has Vocab\(size=6'):
+  with pytest.raises(ValueError, match=message):
     runs.train(config(**changes), tmp_path / 'run')
   assert not (tmp_path / 'run').exists()
