@@ -13,6 +13,7 @@ from mdlm_jax.data.batches import Rows
 from mdlm_jax.data.corpus import corpus_digest, corpus_of, corpus_tokenizer
 from mdlm_jax.data.prepared import open_prepared
 from mdlm_jax.data.windows import training_windows
+from mdlm_jax.models import hub_tokenizer
 from mdlm_jax.models.pretrained import Pretrained, TextCodec
 
 
@@ -96,6 +97,8 @@ def prepared_data(
       f'{directory} has {vocab}, {config.init_from} has '
       f'{model_tokenizer.vocab}: prepare it with --tokenizer={config.init_from}'
     )
+  if model_tokenizer is not None:
+    _check_same_tokens(config, prepared.tokenizer, model_tokenizer)
   # PAD is never seen; a vocabulary need not have one.
   options = {
     'length': settings.length,
@@ -126,6 +129,22 @@ def prepared_data(
     {'corpus_sha256': prepared.digest, 'rows': training.facts},
     evaluate,
   )
+
+
+def _check_same_tokens(config, documents, model):
+  """Vocabularies of one size and the same roles may be of other tokens."""
+  if isinstance(model, hub_tokenizer.NoTokenizer):
+    return
+  before, now = (
+    tokenizer.backend.get_vocab(with_added_tokens=True)
+    for tokenizer in (model, documents)
+  )
+  for token in sorted(before.keys() | now.keys()):
+    if before.get(token) != now.get(token):
+      raise ValueError(
+        f'{config.data.prepared} has other tokens than {config.init_from}, '
+        f'such as {token!r}: prepare it with --tokenizer={config.init_from}'
+      )
 
 
 def summary(facts: dict) -> str:
