@@ -97,7 +97,7 @@ def test_ids_take_four_bytes_where_two_do_not_hold_them(tmp_path, size, dtype):
     header + ids.astype(dtype).tobytes()
   ]
   (path,) = tmp_path.iterdir()
-  documents = prepared.Documents(
+  documents = prepared.DocumentsOnDisk(
     np.array([2]), np.array([1]), ((path, 1),), found
   )
   np.testing.assert_array_equal(documents.ids_of([0])[0], ids)

@@ -161,7 +161,7 @@ def test_examples_are_whole_or_left_out_and_counted():
   }  # fmt: skip
   with pytest.raises(ValueError, match='1 are longer than length=6 and must'):
     example_rows(in_memory(7), length=6, pad_id=PAD)
-  with pytest.raises(ValueError, match=r'answer_multiple=2 fills .* is none'):
+  with pytest.raises(ValueError, match=r'answer_multiple=2 fills .* has none'):
     example_rows(documents, length=6, pad_id=PAD, answer_multiple=2)
   with pytest.raises(ValueError, match='answer_multiple=0'):
     example_rows(documents, length=6, pad_id=PAD, answer_multiple=0, eos_id=EOS)

@@ -13,7 +13,7 @@ from jaxtyping import Int, Integer
 class Documents(Protocol):
   """What rows are made of: documents of known lengths, in a fixed order.
 
-  `prepared.Documents` are on disk, `DocumentsInMemory` are not.
+  They are `prepared.DocumentsOnDisk` or `DocumentsInMemory`.
 
   Attributes:
     lengths: tokens of each document. Shape `[N]`.

@@ -1,6 +1,7 @@
 """Work on many items in several processes that never outlive this one."""
 
 import contextlib
+import enum
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -47,7 +48,7 @@ def mapped(
     [4, 9]
   """
   if min(workers, len(items)) <= 1:
-    return [_done(function, item, advance) for item in items]
+    return [_result(function, item, advance) for item in items]
   results, waiting = [None] * len(items), iter(enumerate(items))
   with _processes(function, min(workers, len(items))) as processes:
     working = {}  # Which item a process works on, by the pipe to it.
@@ -65,7 +66,7 @@ def mapped(
       for pipe in multiprocessing.connection.wait(list(working)):
         try:
           kind, value = pipe.recv()
-          if kind is _Done:
+          if kind is _Told.DONE:
             results[working[pipe]] = value
             hand_out(pipe)
         except (EOFError, ConnectionError):
@@ -75,21 +76,15 @@ def mapped(
             f'{processes[pipe].exitcode}), perhaps because memory was short; '
             'use fewer workers'
           ) from None
-        if kind is _Failed:
+        if kind is _Told.FAILED:
           raise value
-        if kind is _Advanced:
+        if kind is _Told.ADVANCED:
           advance(*value)
   return results
 
 
 # What a process tells, each with a value.
-class _Advanced: ...
-
-
-class _Done: ...
-
-
-class _Failed: ...
+_Told = enum.Enum('_Told', 'ADVANCED DONE FAILED')
 
 
 @contextlib.contextmanager
@@ -131,25 +126,25 @@ def _work(function, pipe):
   """What a process does: items come through the pipe until it is closed."""
 
   def advance(*amounts):
-    pipe.send((_Advanced, amounts))
+    pipe.send((_Told.ADVANCED, amounts))
 
   try:
     while True:
       item = pipe.recv()
       try:
-        result = _done(function, item, advance)
+        result = _result(function, item, advance)
       except ConnectionError:
         raise
       except Exception as error:
         error.add_note(traceback.format_exc())
-        pipe.send((_Failed, error))
+        pipe.send((_Told.FAILED, error))
       else:
-        pipe.send((_Done, result))
+        pipe.send((_Told.DONE, result))
   except (EOFError, ConnectionError):
     os._exit(1)  # At once: there is nobody left to work for.
 
 
-def _done(function, item, advance):
+def _result(function, item, advance):
   """What a function makes of an item; `advance` is called now and then."""
   waiting, told = [], time.monotonic()
 

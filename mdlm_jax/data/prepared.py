@@ -44,7 +44,7 @@ _WRITE_OPTIONS = 'group_size:1'
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Documents:
+class DocumentsOnDisk:
   """Tokenised documents in a fixed order; lengths are known without reading.
 
   Attributes:
@@ -131,8 +131,8 @@ class Prepared:
       hexadecimal.
   """
 
-  training: Documents
-  validation: Documents
+  training: DocumentsOnDisk
+  validation: DocumentsOnDisk
   tokenizer: Tokenizer | hub_tokenizer.HubTokenizer
   record: dict[str, Any]
   digest: str
@@ -315,7 +315,7 @@ def _documents(folder, part, dtype):
       f'{folder} is damaged: it has {count} documents of {tokens} tokens, must '
       f'have {part["documents"]} of {part["tokens"]}'
     )
-  return Documents(lengths, num_given, tuple(shards), np.dtype(dtype))
+  return DocumentsOnDisk(lengths, num_given, tuple(shards), np.dtype(dtype))
 
 
 def _index(path, count):
