@@ -73,7 +73,7 @@ def flags(mesh: jax.sharding.Mesh, is_raised: bool) -> jax.Array:
     is_raised: that of this process.
 
   Returns:
-    bool, one for each device.
+    bool, one for each device. Shape `[devices]`.
   """
   place = NamedSharding(mesh, jax.P(mesh.axis_names))
   return jax.make_array_from_callback(

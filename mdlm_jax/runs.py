@@ -138,6 +138,7 @@ def assemble(
     t_min=config.loss.t_min,
     t_max=config.loss.t_max,
     weight_power=config.loss.weight_power,
+    # Data that a script makes itself need not have it.
     random_length_share=config.data.get('random_length_share', 0.0),
     accumulation=parts,
     join=model.join,
@@ -469,7 +470,9 @@ def _evaluate(run, workdir):
   report = run.data.evaluate(model)
   seconds = model.history['train_seconds']
   config = run.config
-  tokens = config.steps * config.data.batch_size * config.data.length
+  slots = config.steps * config.data.batch_size * config.data.length
+  # Padding is no token.
+  tokens = slots * run.data.facts.get('rows', {}).get('utilisation', 1)
   speed = {'train_tokens_per_second': tokens / seconds}
   report = {**report, **model.history, **speed, **provenance.environment()}
   report_path = workdir / 'evaluation.json'
