@@ -12,7 +12,7 @@ from mdlm_jax.data import rows
 from mdlm_jax.data.batches import Rows
 from mdlm_jax.data.corpus import corpus_digest, corpus_of, corpus_tokenizer
 from mdlm_jax.data.prepared import open_prepared
-from mdlm_jax.data.windows import training_windows
+from mdlm_jax.data.windows import ids_without_mask, training_windows
 from mdlm_jax.models import hub_tokenizer
 from mdlm_jax.models.pretrained import Pretrained, TextCodec
 
@@ -52,6 +52,8 @@ def text_data(
     raise ValueError('the text is too short to hold a part of it out')
   if tokenizer is None:
     tokenizer = corpus_tokenizer(corpus, config.data.bpe_vocab_size)
+  for document in corpus.validation:  # Now, not after training.
+    ids_without_mask(document, tokenizer)
   texts = [document.text for part in corpus for document in part]
 
   def evaluate(model):

@@ -2,6 +2,7 @@ import itertools
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,7 +12,9 @@ from mdlm_jax.data.windows import (
   rolling_windows,
   training_windows,
 )
+from mdlm_jax.models.hub_tokenizer import HubTokenizer
 from mdlm_jax.tokenizer import character_tokenizer
+from mdlm_jax.vocab import Vocab
 
 
 @settings(max_examples=200, deadline=None)
@@ -65,3 +68,20 @@ def test_text_shorter_than_the_sequence_length_is_named():
   # One document that is long enough will do; the other is filled up.
   windows = training_windows(documents, tokenizer, 4)
   assert len(windows.starts) == 3
+
+
+def test_a_text_that_spells_mask_out_is_refused_and_pad_need_not_exist():
+  backend = tokenizers.Tokenizer(
+    tokenizers.models.WordLevel({'<mask>': 0, 'a': 1, 'b': 2})
+  )
+  backend.pre_tokenizer = tokenizers.pre_tokenizers.Split('', 'isolated')
+  backend.add_special_tokens(['<mask>'])
+  tokenizer = HubTokenizer(backend, Vocab(size=3, mask_id=0))
+  found = training_windows(
+    [Document('one', 'abba'), Document('two', 'b')], tokenizer, 3
+  ).take(np.arange(3))
+  assert found['ids'][found['valid']].tolist() == [1, 2, 2, 2, 2, 1, 2]
+  with pytest.raises(ValueError, match='two holds MASK'):
+    training_windows(
+      [Document('one', 'abba'), Document('two', 'ab<mask>ab')], tokenizer, 3
+    )

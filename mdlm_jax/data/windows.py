@@ -9,7 +9,7 @@ from jaxtyping import Bool, Int
 
 from mdlm_jax.checks import check_integer
 from mdlm_jax.data.corpus import Document
-from mdlm_jax.tokenizer import Tokenizer
+from mdlm_jax.models.pretrained import TextCodec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,21 +70,42 @@ def every_window(
 
 
 def training_windows(
-  documents: Sequence[Document], tokenizer: Tokenizer, length: int
+  documents: Sequence[Document], tokenizer: TextCodec, length: int
 ) -> Windows:
   """Every window start of every document.
 
   Raises:
-    ValueError: no document is as long as a window.
+    ValueError: no document is as long as a window; one holds MASK.
   """
-  encoded = [tokenizer.encode(document.text) for document in documents]
+  encoded = [ids_without_mask(document, tokenizer) for document in documents]
   longest = int(np.argmax([len(ids) for ids in encoded]))
   if len(encoded[longest]) < length:
     raise ValueError(
       f'{documents[longest].name}: {len(encoded[longest])} tokens to train on, '
       f'fewer than the sequence length {length}'
     )
-  return every_window(encoded, length=length, pad_id=tokenizer.vocab.pad_id)
+  pad_id = tokenizer.vocab.pad_id
+  return every_window(
+    encoded, length=length, pad_id=0 if pad_id is None else pad_id
+  )
+
+
+def ids_without_mask(
+  document: Document, tokenizer: TextCodec
+) -> Int[np.ndarray, 'n']:
+  """The ids of a document.
+
+  Raises:
+    ValueError: MASK is among them, as a text may spell it out for the tokenizer
+      of a published model.
+  """
+  ids = tokenizer.encode(document.text)
+  if (ids == tokenizer.vocab.mask_id).any():
+    raise ValueError(
+      f'{document.name} holds MASK, which a network cannot tell from a token '
+      'that it has to predict'
+    )
+  return ids
 
 
 class RollingWindows(NamedTuple):
