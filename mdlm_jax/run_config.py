@@ -106,6 +106,11 @@ LOSSES = {'bound': losses.continuous_bound, 'answer': losses.answer_loss}
 PREPARED_ROWS = ('packed', 'documents', 'examples')
 # What a resumed run may change; everything else must be as it was.
 MAY_CHANGE = (
+  # Where something lies; what is read there is compared.
+  'init_from',
+  'data.files',
+  'data.validation_files',
+  'data.prepared',
   'steps',
   'mesh',
   'accumulation',

@@ -164,7 +164,8 @@ def _check_same_run(saved: dict, settings: dict, workdir: pathlib.Path) -> None:
   before, now = _flatten(saved['config']), _flatten(settings['config'])
   for name in sorted(before.keys() | now.keys()):
     old, new = before.get(name), now.get(name)
-    if old != new and name.split('.')[0] not in run_config.MAY_CHANGE:
+    may_change = {name, name.split('.')[0]} & set(run_config.MAY_CHANGE)
+    if old != new and not may_change:
       raise ValueError(
         f'{workdir} holds a run with config.{name}={old!r}, not {new!r}; '
         'choose another --workdir'

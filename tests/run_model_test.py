@@ -142,7 +142,7 @@ def test_nothing_is_evaluated_where_no_row_is_to_be(texts):
 
 def test_other_documents_are_another_run(base, examples):
   changes = {'data.prepared': str(examples), 'data.rows': 'packed'}
-  with pytest.raises(ValueError, match=r'config\.data\.prepared='):
+  with pytest.raises(ValueError, match='another text'):
     runs.train(config(**SHAPE, **changes), base)
 
 

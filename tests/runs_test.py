@@ -128,7 +128,8 @@ def test_resumed_run_equals_the_unbroken_one(
   shutil.rmtree(workdir / 'model')
   with open(workdir / 'metrics.jsonl', 'a') as stream:
     stream.write('{"step": 8, "bou')  # Killed while it wrote.
-  assert runs.train(tiny_config(text_file), workdir) == 0
+  moved = shutil.copy(text_file, tmp_path)
+  assert runs.train(tiny_config(moved), workdir) == 0
   assert f'resuming {workdir} at step 3\n' in capsys.readouterr().out
   assert (workdir / 'model' / 'model.safetensors').read_bytes() == (
     finished / 'model' / 'model.safetensors'
