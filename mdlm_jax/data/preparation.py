@@ -10,9 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import importlib.metadata
 import itertools
-import json
 import os
 import pathlib
 import shutil
@@ -24,7 +22,7 @@ from jaxtyping import Int
 
 from mdlm_jax import directory_lock
 from mdlm_jax.checks import check_integer
-from mdlm_jax.data import dialogues, parallel, prepared, readers
+from mdlm_jax.data import dialogues, made_of, parallel, prepared, readers
 from mdlm_jax.models import directory as model_directory
 from mdlm_jax.models import hub_tokenizer, json_files
 from mdlm_jax.models.chat_template import ChatTemplate
@@ -32,7 +30,6 @@ from mdlm_jax.tokenizer import Tokenizer, character_tokenizer, train_bpe
 
 AnyTokenizer = Tokenizer | hub_tokenizer.HubTokenizer
 
-_FILES = 'files', 'validation_files'  # Of `prepared.PARTS`.
 _UNITS = 'units'  # What is known of finished units, until all are.
 _MOST_NAMED = 5  # Documents of each reason to leave some out.
 # A 128th part of all files is a unit, within these bounds.
@@ -169,26 +166,30 @@ def prepare(
     most_bytes = settings.shard_bytes or _unit_bytes(
       [*files, *validation_files]
     )
-    made_of = _made_how(settings, tokenizer, template)
-    _check_same(directory, begun, made_of)  # Before all files are read.
+    source = made_of.of_settings(
+      dataclasses.asdict(settings), tokenizer, template
+    )
+    made_of.check_same(directory, begun, source)  # Before all files are read.
     scans = [
       run('reading', functools.partial(_scan, settings, most_bytes), paths)
       for paths in (files, validation_files)
     ]
-    made_of |= _made_from(scans)
-    count = sum(told['documents'] for told in made_of['files'])
+    source |= made_of.of_files(
+      *([scan.told for scan in scans_of_part] for scans_of_part in scans)
+    )
+    count = sum(told['documents'] for told in source['files'])
     if settings.validation_every and count == 1:
       raise ValueError('of a single document none can be held out')
-    _check_same(directory, begun, made_of)
-    made_of = begun or made_of  # Its paths are those of the first call.
+    made_of.check_same(directory, begun, source)
+    source = begun or source  # Its paths are those of the first call.
     if not (directory / prepared.RECORD).exists():
-      prepared.write_json(directory / prepared.UNFINISHED, made_of)
+      prepared.write_json(directory / prepared.UNFINISHED, source)
       units = _units(scans, most_bytes)
       tokenizer = _kept(directory, tokenizer, units, settings, run)
       encode = _encoder(settings, tokenizer, template)
       _tokenise(directory, units, encode, tokenizer.vocab, settings, run)
       _check_unchanged(scans)
-      record = _record(directory, units, made_of, tokenizer)
+      record = _record(directory, units, source, tokenizer)
       prepared.write_json(directory / prepared.RECORD, record)
     for name in (prepared.UNFINISHED, _UNITS):
       _remove(directory / name)
@@ -387,81 +388,6 @@ def _units(scans, most_bytes):
   return units
 
 
-def _made_how(settings, tokenizer, template):
-  """What a directory is compared by but for the files, as JSON holds it."""
-  told = {
-    'settings': dataclasses.asdict(settings),
-    'tokenizer': tokenizer
-    and {
-      'sha256': _sha256(tokenizer.to_json()),
-      'vocab': dataclasses.asdict(tokenizer.vocab),
-    },
-    'template_sha256': template
-    and _sha256(json.dumps([template.source, template.special])),
-    'versions': {
-      name: _version(name)
-      for name in ('mdlm_jax', 'tokenizers', 'array_record')
-    },
-  }
-  return json.loads(json.dumps(told))
-
-
-def _version(package):
-  try:
-    return importlib.metadata.version(package)
-  except importlib.metadata.PackageNotFoundError:  # It runs from a checkout.
-    return None
-
-
-def _made_from(scans):
-  return {
-    name: [scan.told for scan in scans_of_part]
-    for name, scans_of_part in zip(_FILES, scans, strict=True)
-  }
-
-
-def _sha256(text):
-  return hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()
-
-
-def _check_same(directory, before, now):
-  """ValueError with the first difference that changes what is written."""
-  if before is None:
-    return
-  for name in ('settings', 'versions'):
-    for key, value in now[name].items():
-      if before[name].get(key) != value:
-        raise ValueError(
-          f'{directory} was prepared with {key}={before[name].get(key)!r}, not '
-          f'{value!r}; other settings need another directory'
-        )
-  for name in ('tokenizer', 'template_sha256'):
-    if before[name] != now[name]:
-      raise ValueError(
-        f'{directory} was prepared with another {name.split("_")[0]}: '
-        f'{before[name]}, not {now[name]}'
-      )
-  for name in _FILES:
-    if name in now:
-      _check_same_files(directory, name, before[name], now[name])
-
-
-def _check_same_files(directory, name, before, now):
-  if len(before) != len(now):
-    raise ValueError(
-      f'{directory} was prepared from {len(before)} {name}, not {len(now)}; '
-      'other files need another directory'
-    )
-  for old, new in zip(before, now, strict=True):
-    if (old['bytes'], old['sha256']) != (new['bytes'], new['sha256']):
-      raise ValueError(
-        f'{directory} was prepared from another {new["path"]}: {old["path"]} '
-        f'of {old["bytes"]} bytes, SHA-256 {old["sha256"][:12]}, not '
-        f'{new["bytes"]} bytes, {new["sha256"][:12]}; other files need another '
-        'directory, or this one emptied'
-      )
-
-
 def _run(name, function, items, *, total=None, workers, progress):
   """`parallel.mapped`, with progress of the whole pass."""
   done = [0, 0, 0]  # Bytes, documents, tokens.
@@ -605,7 +531,7 @@ def _read_report(directory, unit):
   return report
 
 
-def _record(directory, units, made_of, tokenizer):
+def _record(directory, units, source, tokenizer):
   """Writes the index; returns the content of prepared.json."""
   reports = [_read_report(directory, unit) for unit in units]
   left_out = {}
@@ -639,7 +565,7 @@ def _record(directory, units, made_of, tokenizer):
     'hub_tokenizer': isinstance(tokenizer, hub_tokenizer.HubTokenizer),
     'tokenizer_sha256': prepared.file_digest(directory / prepared.TOKENIZER),
     'dtype': prepared.id_dtype(tokenizer.vocab).str,
-    'made_of': made_of,
+    'made_of': source,
   }
 
 
