@@ -61,6 +61,8 @@ flags.mark_flags_as_required(['config', 'workdir'])
 
 
 def main(_) -> int:
+  if not _WORKDIR.value:  # As of a variable of the shell that is not set.
+    raise ValueError('--workdir is empty')
   others = _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value
   if _DISTRIBUTED.value:
     processes.start(*others)

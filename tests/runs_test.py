@@ -391,6 +391,10 @@ def test_train_program_reports_a_mistake_in_one_line(tmp_path):
       'error: flag --config.steps=many: invalid literal for int() with base '
       "10: 'many'\n",
     ),
+    (
+      [f'--config={ROOT / "configs" / "tiny.py"}', '--workdir='],
+      'error: --workdir is empty\n',
+    ),
   ],
 )
 def test_mistakes_in_the_config_are_one_line(tmp_path, arguments, line):
