@@ -5,10 +5,13 @@
   python scripts/train.py --config=configs/finetune.py --workdir=runs/tuned \
     --config.init_from=MODEL --config.data.prepared=examples
 
-MODEL is a directory of this library or of a published model (docs/data.md).
+MODEL is a directory of this library or of a published model (docs/data.md); its
+vocabulary must have EOS, and it must take rows of config.data.length.
 Prompts stay clean and answers are learned, filled up with EOS to the end of the
 row as LLaDA's (arXiv 2502.09992, section 2.3). With config.adapters.rank=0 all
-parameters are trained, in ten times the memory.
+parameters are trained, in ten times the memory. The learning rate is that of
+models of billions; small ones take more, 1e-3 whole and 3e-3 by adapters, which
+do little for a model that was hardly trained.
 """
 
 from ml_collections import ConfigDict
