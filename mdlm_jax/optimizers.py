@@ -26,7 +26,8 @@ def make_optimizer(
   Nesterov momentum (Dozat 2016).
 
   Args:
-    steps: length of the run; the learning rate is 0 at its end.
+    steps: length of the run; the learning rate is 0 at its end. It follows the
+      updates: a step that is skipped does not count.
     learning_rate: the highest of AdamW, after the warm-up; positive.
     warmup_steps: steps of linear growth from 0, fewer than `steps`.
     weight_decay: at least 0, below 2 over the learning rate. AdamW decays all

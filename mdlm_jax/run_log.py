@@ -33,6 +33,7 @@ from mdlm_jax.training import Metrics
 # A loss so many standard deviations above the mean of the steps before it is a
 # spike; it is looked for once there are enough of them.
 _SPIKE_DEVIATIONS = 6.0
+_LEAST_DEVIATION = 1e-3  # Of the mean; less is rounding.
 _MOST_BEFORE, _LEAST_BEFORE = 100, 20
 
 
@@ -169,7 +170,8 @@ class RunLog:
     self.skipped_in_a_row = 0
     loss = float(metrics.loss.mean)
     if len(self._losses) >= _LEAST_BEFORE:
-      usual, deviation = np.mean(self._losses), np.std(self._losses)
+      usual = np.mean(self._losses)
+      deviation = max(np.std(self._losses), _LEAST_DEVIATION * abs(usual))
       if loss > usual + _SPIKE_DEVIATIONS * deviation:
         self._incident(
           step,

@@ -86,7 +86,7 @@ class Metrics(NamedTuple):
     loss: what was minimized.
     bound: nats over valid tokens.
     masked_cross_entropy: unweighted, over masked tokens.
-    weighted_sum: the same sum as `bound`, over rows.
+    bound_per_row: the same sum as `bound`, over rows.
     empty_rows: rows where nothing was masked, over rows.
     gradient_norm: before clipping, over steps.
     skipped: steps that updated nothing, over steps.
@@ -95,7 +95,7 @@ class Metrics(NamedTuple):
   loss: losses.Total
   bound: losses.Total
   masked_cross_entropy: losses.Total
-  weighted_sum: losses.Total
+  bound_per_row: losses.Total
   empty_rows: losses.Total
   gradient_norm: losses.Total
   skipped: losses.Total
@@ -232,7 +232,7 @@ def train_step(
       'loss': minimized,
       'bound': bound,
       'masked_cross_entropy': losses.cross_entropy(log_probs, masked),
-      'weighted_sum': losses.Total(bound.sum, rows),
+      'bound_per_row': losses.Total(bound.sum, rows),
       'empty_rows': losses.Total(empty, rows),
     }
 

@@ -82,7 +82,7 @@ def test_run_leaves_everything(finished):
     'count',
     'bound',
     'masked_cross_entropy',
-    'weighted_sum',
+    'bound_per_row',
     'empty_rows',
     'gradient_norm',
     'skipped',

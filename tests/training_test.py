@@ -100,7 +100,7 @@ def test_fresh_model_costs_the_entropy_of_the_uniform_distribution():
   assert abs(metrics.masked_cross_entropy.mean - math.log(7)) < 0.3
   # The weighted sum of a row of 8 tokens is another, named metric.
   np.testing.assert_allclose(
-    metrics.weighted_sum.mean, 8 * metrics.bound.mean, rtol=1e-6
+    metrics.bound_per_row.mean, 8 * metrics.bound.mean, rtol=1e-6
   )
   assert metrics.bound.count == 256 * 8
 
