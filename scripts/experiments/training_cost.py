@@ -192,8 +192,8 @@ def print_report(record, plan, model, seconds):
   for column in record['columns'].values():
     if 'repeated' in column:
       print(
-        f'\n{column["operations"]:.4g} FLOPs a step, '
-        f'{column["repeated"]:.1%} of them more than once'
+        f'\n{column["operations"]:.4g} FLOPs a step of all devices, '
+        f'{column["repeated"]:.1%} of them done by several'
       )
   print(
     f'\nseconds of a step, predicted: at the peak of {plan.devices} device(s), '
