@@ -18,7 +18,10 @@ _USER_ERRORS = (ValueError, OSError, FloatingPointError)
 
 def _fail(message: object) -> NoReturn:
   """Ends the program with one line on stderr and exit code 2."""
-  text = ' '.join(str(message).split())
+  text = str(message)
+  if 'Traceback (most recent call last)' in text:  # Of a config file.
+    text = text.strip().splitlines()[-1]
+  text = ' '.join(text.split())
   # How a long message about a config file ends that is not there.
   missing = re.search(r"No such file or directory: '([^']*)'$", text)
   text = f'no such file: {missing[1]}' if missing else text

@@ -38,8 +38,8 @@ def defaults() -> ConfigDict:
   data.length = 64  # Tokens per row.
   data.batch_size = 32  # Rows per step, of all devices together.
   # Of examples: answers are filled up with EOS, which is learned like a token,
-  # to a multiple of so many tokens; None: one EOS.
-  data.answer_multiple = placeholder(int)
+  # to a multiple of so many tokens; 0: none but what ends them.
+  data.answer_multiple = 0
   data.random_length_share = 0.0  # Of rows cut at a random length.
 
   config.model = model = ConfigDict()  # Of a fresh model; see init_from.
@@ -141,6 +141,7 @@ def check(config: ConfigDict) -> None:
   for name, value, least in (
     ('data.length', config.data.length, 1),
     ('data.batch_size', config.data.batch_size, 1),
+    ('data.answer_multiple', config.data.answer_multiple, 0),
     ('log_every', config.log_every, 1),
     ('checkpoint_every', config.checkpoint_every, 1),
     ('keep_checkpoints', config.keep_checkpoints, 1),

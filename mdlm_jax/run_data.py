@@ -110,7 +110,7 @@ def prepared_data(
     rows_of = functools.partial(
       rows.example_rows,
       eos_id=next(iter(vocab.eos_ids), None),
-      answer_multiple=settings.answer_multiple,
+      answer_multiple=settings.answer_multiple or None,
       **options,
     )
   else:

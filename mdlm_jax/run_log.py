@@ -71,6 +71,8 @@ class RunLog:
     self.skipped_in_a_row = saved['skipped_in_a_row']
     self._row_numbers = row_numbers
     self._begin = time.monotonic()
+    # Steps of the first line that an earlier session made, in its time.
+    self._num_earlier = len(self._interval)
     self._files = None
     if not is_writer:
       return
@@ -137,16 +139,20 @@ class RunLog:
       self._bar.update()
     if step % self._config.log_every and step != self._config.steps:
       return
-    total = jax.tree.unflatten(structure, np.sum(self._interval, axis=0))
+    total, here = (
+      jax.tree.unflatten(structure, np.sum(steps, axis=0))
+      for steps in (self._interval, self._interval[self._num_earlier :])
+    )
     self._interval.clear()
+    self._num_earlier = 0
     if self._files is not None:
-      self._write(step, total)
+      self._write(step, total, float(here.bound.count))
 
-  def _write(self, step, total):
+  def _write(self, step, total, num_tokens):
     row = {name: float(x.mean) for name, x in total._asdict().items()}
     row |= {'sum': float(total.loss.sum), 'count': float(total.loss.count)}
     now = time.monotonic()
-    row['tokens_per_second'] = float(total.bound.count) / (now - self._begin)
+    row['tokens_per_second'] = num_tokens / (now - self._begin)
     self._begin = now
     self._write_line('metrics', {'step': step, **row})
     values = [Summary.Value(tag=x, simple_value=row[x]) for x in row]

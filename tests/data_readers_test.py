@@ -22,7 +22,6 @@ def contents(path, **options):
 def test_every_kind_of_file_has_the_same_documents(tmp_path, name):
   path = small_corpora.write(tmp_path / name, objects())
   assert contents(path) == TEXTS
-  assert contents(path, field=None) == objects()
   path = small_corpora.write(tmp_path / f'b{name}', objects('body'))
   assert contents(path, field='body') == TEXTS
 
@@ -130,6 +129,18 @@ def test_mistakes_in_tables_and_records(tmp_path):
   path.write_bytes(content[:70] + b'damaged' + content[77:])
   with pytest.raises(ValueError, match=r'is damaged|is empty'):
     contents(path)
+
+
+@pytest.mark.parametrize('name', small_corpora.KINDS)
+def test_examples_are_whole_objects_and_checked(tmp_path, name):
+  examples = [{'prompt': text, 'answer': 'b', 'number': 1} for text in TEXTS]
+  path = small_corpora.write(tmp_path / name, examples)
+  assert contents(path, field=None) == examples
+  del examples[1]['answer']
+  path = small_corpora.write(tmp_path / name, examples)
+  with pytest.raises(ValueError, match=r'[Ll]ine|row|record') as error:
+    contents(path, field=None)
+  assert 'answer' in str(error.value)
 
 
 def test_examples_must_be_objects(tmp_path):

@@ -224,7 +224,10 @@ def test_examples_to_fine_tune_on(tmp_path, hub):
   with pytest.raises(ValueError, match=r'a.jsonl, line 2: answer is missing'):
     run(tmp_path / 'bad', path, *arguments)
   left = small_corpora.files_of(tmp_path / 'bad')
-  assert sorted(left) == ['tokenizer.json', 'unfinished.json']
+  assert not left
+  # So the corrected file can be prepared there.
+  small_corpora.write(path, [{'prompt': 'the cat', 'answer': ' sat'}] * 2)
+  assert len(run(tmp_path / 'bad', path, *arguments)[1]) == 2
 
 
 def test_messages_are_written_by_the_template_of_the_directory(tmp_path, hub):

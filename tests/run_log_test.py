@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-from mdlm_jax import run_config
+from mdlm_jax import run_config, run_log
 from mdlm_jax.losses import Total
 from mdlm_jax.run_log import RunLog
 from mdlm_jax.training import Metrics
@@ -196,3 +196,19 @@ def test_tensorboard_reads_the_lines(tmp_path):
     [values[name] for name in line], list(line.values()), rtol=1e-6
   )
   assert values.keys() == line.keys()
+
+
+def test_speed_is_of_the_steps_of_this_session(tmp_path, monkeypatch):
+  clock = [0.0]
+  monkeypatch.setattr(run_log.time, 'monotonic', lambda: clock[0])
+  with opened(tmp_path, log_every=4) as log:
+    for step in (1, 2, 3):
+      log.record(step, metrics(1.0))
+    saved = json.loads(json.dumps(log.state()))
+  with opened(tmp_path, 3, saved, log_every=4) as log:
+    for step in range(4, 9):
+      clock[0] += 2
+      log.record(step, metrics(1.0))
+  # 10 tokens in each 2 seconds, though the first line tells of 4 steps.
+  speeds = [x['tokens_per_second'] for x in lines(tmp_path / 'metrics.jsonl')]
+  assert speeds == [5.0, 5.0]

@@ -55,22 +55,35 @@ def encode(
     >>> encode({'prompt': 'ab', 'answer': 'c'}, character_tokenizer('abc'))
     (array([2, 3, 4], dtype=int32), 2)
   """
+  check(example)
   if 'messages' in example:
-    for name in ('prompt', 'answer'):
-      if name in example:
-        raise ValueError(f'messages and {name} are both there')
     names = 'messages', 'messages'
-    given, answer = _written(_messages(example), template, end_id)
+    given, answer = _written(example['messages'], template, end_id)
   else:
     names = 'prompt', 'answer'
-    given, answer = (_text(example, name) for name in names)
-    _check_answer(answer, 'answer')
+    given, answer = example['prompt'], example['answer']
   given = _ids(tokenizer, given, names[0])
   answer = _ids(tokenizer, answer, names[1])
   if end_id is not None:
     is_written = 'messages' in example and template is not None
     answer = _ended(answer, end_id, cut=is_written)
   return np.concatenate([given, answer]).astype(np.int32), len(given)
+
+
+def check(example: Mapping[str, Any]) -> None:
+  """Finds what is wrong in an example whatever the tokenizer and template.
+
+  Raises:
+    ValueError: as `encode`.
+  """
+  if 'messages' in example:
+    for name in ('prompt', 'answer'):
+      if name in example:
+        raise ValueError(f'messages and {name} are both there')
+    _check_messages(example['messages'])
+  else:
+    _, answer = (_text(example, name) for name in ('prompt', 'answer'))
+    _check_answer(answer, 'answer')
 
 
 def end_of_answer(
@@ -124,8 +137,7 @@ def _ended(ids, end_id, *, cut):
   return ids if is_ended else np.append(ids, end_id)
 
 
-def _messages(example):
-  messages = example['messages']
+def _check_messages(messages):
   if not isinstance(messages, list) or len(messages) < 2:
     raise ValueError(
       f'messages is {_short(messages)}, must be a list of at least two messages'
@@ -142,7 +154,6 @@ def _messages(example):
       f'must be of {_ANSWERS!r}'
     )
   _check_answer(last['content'], f'{path}.content')
-  return messages
 
 
 def _text(fields, name, path=''):

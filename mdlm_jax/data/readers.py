@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from mdlm_jax.checks import check_integer
-from mdlm_jax.data import corpus
+from mdlm_jax.data import corpus, dialogues
 
 _LINES = '.jsonl', '.ndjson', '.json'
 _RECORDS = '.arrayrecord', '.array_record'
@@ -73,8 +73,8 @@ def documents(
     Documents; blank lines are none.
   """
   for name, content, begin, end in _reader(path)(path, field, start):
-    if field is None and not isinstance(content, dict):
-      raise ValueError(f'{name} must be an object with fields, not text')
+    if field is None:
+      _check_example(content, name)
     if field is not None and isinstance(content, dict):
       content = _text(content, field, name)
     yield Document(content, name, begin, end)
@@ -323,6 +323,15 @@ def _text(fields, field, name):
 def _lacks(name, field, fields):
   known = ', '.join(map(str, fields)) or 'no field'
   return f'{name} has no field {field!r}; it has {known}'
+
+
+def _check_example(content, name):
+  if not isinstance(content, dict):
+    raise ValueError(f'{name} must be an object with fields, not text')
+  try:
+    dialogues.check(content)
+  except ValueError as error:
+    raise ValueError(f'{name}: {error}') from None
 
 
 def _short(value):
