@@ -19,7 +19,7 @@ import pytest
 import script_runner
 from ml_collections import ConfigDict
 
-from mdlm_jax import checkpoints, ngrams, program_cost, runs
+from mdlm_jax import checkpoints, ngrams, program_cost, run_setup, runs
 from mdlm_jax.data.batches import batches
 from mdlm_jax.data.corpus import read_corpus
 from mdlm_jax.models import directory
@@ -156,10 +156,10 @@ def test_a_run_is_not_touched_where_it_may_not_be_resumed(finished, text_file):
 
 
 def state_of(workdir, text_file):
-  run = runs.prepare(tiny_config(text_file))
+  run = run_setup.prepare(tiny_config(text_file))
   iterator = batches(run.data.rows, batch_size=16, seed=0)
   state = checkpoints.restore(
-    workdir / 'checkpoints', runs.state_target(run), iterator
+    workdir / 'checkpoints', run_setup.state_target(run), iterator
   )
   return state, next(iterator)
 
@@ -178,7 +178,7 @@ def test_another_run_is_not_resumed(
   finished, text_file, changes, message, monkeypatch
 ):
   before = snapshot(finished)
-  monkeypatch.setattr(runs, 'compiled_step', None)  # Not asked for.
+  monkeypatch.setattr(run_setup, 'compiled_step', None)  # Not asked for.
   with pytest.raises(ValueError, match=message):
     runs.train(tiny_config(text_file, **changes), finished)
   assert snapshot(finished) == before
@@ -284,7 +284,7 @@ def test_a_run_that_does_not_fit_ends_before_anything_is_allocated(
   text_file, tmp_path, monkeypatch
 ):
   monkeypatch.setattr(program_cost, 'device_capacity', lambda device: 10**6)
-  monkeypatch.setattr(runs, 'fresh_state', None)  # Not asked for.
+  monkeypatch.setattr(run_setup, 'fresh_state', None)  # Not asked for.
   with pytest.raises(ValueError, match=r'needs [\d.]+ MB .* it has 1 MB'):
     runs.train(tiny_config(text_file), tmp_path / 'run')
   assert not (tmp_path / 'run' / 'model').exists()

@@ -66,7 +66,7 @@ with command_line.extra('train'):
   import grain  # noqa: F401
   from ml_collections import ConfigDict, config_flags
 
-  from mdlm_jax import run_data, run_model, runs
+  from mdlm_jax import run_data, run_model, run_setup, runs
 
 AXES = ('values', 'positions', 'calls', 'adaptive', 'correction', 'blocks')
 
@@ -303,7 +303,7 @@ def training_grids(
   return sudoku_grids.random_grids(rng, split.training, num_grids)
 
 
-def prepare(config: ConfigDict) -> runs.Run:
+def prepare(config: ConfigDict) -> run_setup.Run:
   """What the config stands for, without a text.
 
   Raises:
@@ -334,7 +334,7 @@ def prepare(config: ConfigDict) -> runs.Run:
     windows, tokenizer, {'corpus_sha256': digest}, evaluate=None
   )
   mesh = placement.mesh(**config.mesh)
-  return runs.assemble(
+  return run_setup.assemble(
     config, mesh, data, functools.partial(run_model.fresh_model, model, mesh)
   )
 

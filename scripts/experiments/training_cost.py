@@ -27,7 +27,7 @@ from mdlm_jax.vocab import Vocab
 with command_line.extra('train'):
   from ml_collections import config_flags
 
-  from mdlm_jax import run_data, run_model, runs
+  from mdlm_jax import run_data, run_model, run_setup
 
 _CONFIG = config_flags.DEFINE_config_file('config', lock_config=True)
 _VOCAB_SIZE = flags.DEFINE_integer(
@@ -64,8 +64,8 @@ def traced_step(config, mesh, model):
     None, types.SimpleNamespace(vocab=vocab), {}, lambda model: {}
   )
   make_model = functools.partial(run_model.fresh_model, model, mesh)
-  run = runs.assemble(config, mesh, data, make_model)
-  state = runs.state_target(run)
+  run = run_setup.assemble(config, mesh, data, make_model)
+  state = run_setup.state_target(run)
   step = run.make_step(state_sharding=jax.tree.map(lambda x: x.sharding, state))
   with jax.set_mesh(mesh):
     return step.trace(state, abstract_batch(config, mesh), run.train_key)
