@@ -200,8 +200,9 @@ def _steps(directory):
   """Steps of all checkpoints, latest first, as process 0 sees them."""
   steps = []
   if directory.is_dir():
-    names = (path.name for path in directory.iterdir())
-    steps = sorted((int(x) for x in names if x.isdecimal()), reverse=True)
+    names = (path.name for path in directory.iterdir() if path.is_dir())
+    steps = [int(x) for x in names if x.isdecimal() and str(int(x)) == x]
+    steps.sort(reverse=True)
   if jax.process_count() > 1:
     count = int(multihost_utils.broadcast_one_to_all(np.int32(len(steps))))
     steps = np.resize(np.array(steps, np.int32), count)

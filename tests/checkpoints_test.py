@@ -253,6 +253,13 @@ def test_a_damaged_step_can_be_saved_again(two_saved, tmp_path, capfd):
   assert_trees_equal(restored(directory), expected(6))
 
 
+def test_what_only_looks_like_a_step_is_none(tmp_path):
+  (tmp_path / '12').touch()
+  for name in ('007', '٣', '5.orbax-checkpoint-tmp', 'damaged-9'):
+    (tmp_path / name).mkdir()
+  assert checkpoints.latest_step(tmp_path) is None
+
+
 def test_all_damaged_is_an_error_and_nothing_is_moved(two_saved, tmp_path):
   directory = tmp_path / 'a'
   shutil.copytree(two_saved, directory)
