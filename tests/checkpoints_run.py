@@ -11,20 +11,18 @@ import pathlib
 import shutil
 import sys
 
+import checkpoints_test
 import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
-jax.config.update('jax_num_cpu_devices', 2)
-jax.config.update('jax_cpu_collectives_implementation', 'gloo')
-
-import checkpoints_test  # noqa: E402
-import numpy as np  # noqa: E402
-from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
-
-from mdlm_jax import checkpoints  # noqa: E402
+from mdlm_jax import checkpoints
 
 
 def main(port, num_processes, index, source, target, result):
   num_processes, index = int(num_processes), int(index)
+  jax.config.update('jax_num_cpu_devices', 2)
+  jax.config.update('jax_cpu_collectives_implementation', 'gloo')
   jax.distributed.initialize(f'127.0.0.1:{port}', num_processes, index)
   mesh = jax.make_mesh((jax.device_count(),), ('fsdp',))
 
