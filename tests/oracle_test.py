@@ -110,8 +110,10 @@ def kernel_law(joint, masked):
   return law
 
 
-@pytest.mark.parametrize('cached', [False, True])
-@pytest.mark.parametrize('grid', [uniform_grid(4), (1.0, 0.9, 0.3, 0.0)])
+@pytest.mark.parametrize(
+  ('grid', 'cached'),
+  [(uniform_grid(4), False), ((1.0, 0.9, 0.3, 0.0), True)],
+)
 def test_the_kernel_has_the_law_of_its_definition(grid, cached):
   joint = random_joint(2)
   law = law_of(joint, rules.kernel(grid, cached=cached)).probabilities
