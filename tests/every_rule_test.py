@@ -158,7 +158,7 @@ def test_a_row_does_not_depend_on_the_length_of_the_canvas(name):
   assert alone.calls == together.calls_per_row[2]
 
 
-@pytest.mark.parametrize('name', ['kernel, cached', 'threshold', 'remasking'])
+@pytest.mark.parametrize('name', ['kernel', 'threshold', 'remasking'])
 def test_eager_execution_gives_the_same(name):
   canvas = from_rows([row[:3] for row in ROWS], VOCAB)
   compiled = run(name, canvas)
