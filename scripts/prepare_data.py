@@ -24,7 +24,7 @@ from absl import flags
 
 from mdlm_jax import command_line
 from mdlm_jax.data import corpus
-from mdlm_jax.models import chat_template
+from mdlm_jax.models import chat_template, directory
 
 with command_line.extra('train'):
   from mdlm_jax.data import preparation, prepared
@@ -197,7 +197,7 @@ def main(argv):
   chosen, bar = settings(), Bar()
   tokenizer = None
   if _TOKENIZER.value is not None:
-    tokenizer = preparation.load_tokenizer(
+    tokenizer = directory.named_tokenizer(
       _TOKENIZER.value, mask_id=_MASK_ID.value
     )
   try:

@@ -16,6 +16,7 @@ import tiny_checkpoint
 import tokenizers
 
 from mdlm_jax.data import preparation, prepared
+from mdlm_jax.models import directory
 from mdlm_jax.models.hub_tokenizer import HubTokenizer
 from mdlm_jax.tokenizer import character_tokenizer, train_bpe
 
@@ -273,12 +274,12 @@ def test_the_tokenizer_of_a_model_or_of_its_file(tmp_path, corpus):
     data, _, _ = run(tmp_path / f'{i}', corpus, f'--tokenizer={path}')
     assert data.tokenizer.to_json() == expected
   with pytest.raises(ValueError, match='mask_id=7, but in'):
-    preparation.load_tokenizer(model / 'tokenizer.json', mask_id=7)
+    directory.named_tokenizer(model / 'tokenizer.json', mask_id=7)
   with pytest.raises(FileNotFoundError, match='no tokenizer'):
-    preparation.load_tokenizer(tmp_path)
+    directory.named_tokenizer(tmp_path)
   published = script_runner.ROOT / 'tests' / 'golden' / 'dream'
   with pytest.raises(ValueError, match=r'dream has no tokenizer.json'):
-    preparation.load_tokenizer(published)
+    directory.named_tokenizer(published)
 
 
 def test_a_tokenizer_without_mask_may_get_one_after_its_ids(

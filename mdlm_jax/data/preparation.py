@@ -23,7 +23,6 @@ from jaxtyping import Int
 from mdlm_jax import directory_lock
 from mdlm_jax.checks import check_integer
 from mdlm_jax.data import dialogues, made_of, parallel, prepared, readers
-from mdlm_jax.models import directory as model_directory
 from mdlm_jax.models import hub_tokenizer, json_files
 from mdlm_jax.models.chat_template import ChatTemplate
 from mdlm_jax.tokenizer import Tokenizer, character_tokenizer, train_bpe
@@ -239,41 +238,6 @@ def _encoder(settings, tokenizer, template):
     template=template,
     end_id=dialogues.end_of_answer(tokenizer, template),
   )
-
-
-def load_tokenizer(
-  path: str | os.PathLike, *, mask_id: int | None = None
-) -> AnyTokenizer:
-  """The tokenizer that a user names.
-
-  Args:
-    path: a model directory of this library or of a hub, the work directory of
-      a training run, a directory with a tokenizer.json, or such a file.
-    mask_id: of MASK, where no file tells it; may be the first id after those
-      of a tokenizer.json alone.
-
-  Raises:
-    OSError: no such file.
-    ValueError: no tokenizer, or MASK is not known.
-  """
-  path = pathlib.Path(path)
-  if path.is_dir():
-    with contextlib.suppress(FileNotFoundError):  # It may hold no model.
-      found = model_directory.find(path)
-      tokenizer = model_directory.load_tokenizer(found, mask_id=mask_id)
-      if isinstance(tokenizer, hub_tokenizer.NoTokenizer):
-        raise ValueError(f'{found} has no {prepared.TOKENIZER}')
-      return tokenizer
-    path = path / prepared.TOKENIZER
-  if not path.is_file():
-    raise FileNotFoundError(f'no tokenizer: no such file: {path}')
-  try:
-    tokenizer = Tokenizer.load(path)
-  except ValueError:  # Perhaps it is one of a hub.
-    return hub_tokenizer.load(path, mask_id=mask_id)
-  if mask_id not in (None, tokenizer.vocab.mask_id):
-    raise ValueError(f'{mask_id=}, but in {path} it is 1')
-  return tokenizer
 
 
 def _check_together(settings, validation_files, tokenizer, template):

@@ -8,6 +8,7 @@ training.json       how it was trained, {} where unknown
 `load` also reads the directories of `published` models.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -204,6 +205,41 @@ def load_tokenizer(
   if files.backend is None:
     raise FileNotFoundError(f'no such file: {directory / _TOKENIZER}')
   return hub_tokenizer.HubTokenizer(files.backend, vocab)
+
+
+def named_tokenizer(
+  path: Path, *, mask_id: int | None = None
+) -> Tokenizer | hub_tokenizer.HubTokenizer:
+  """The tokenizer that a user names.
+
+  Args:
+    path: a model directory of this library or of a hub, the work directory of
+      a training run, a directory with a tokenizer.json, or such a file.
+    mask_id: of MASK, where no file tells it; may be the first id after those
+      of a tokenizer.json alone.
+
+  Raises:
+    OSError: no such file.
+    ValueError: no tokenizer, or MASK is not known.
+  """
+  path = pathlib.Path(path)
+  if path.is_dir():
+    with contextlib.suppress(FileNotFoundError):  # It may hold no model.
+      found = find(path)
+      tokenizer = load_tokenizer(found, mask_id=mask_id)
+      if isinstance(tokenizer, hub_tokenizer.NoTokenizer):
+        raise ValueError(f'{found} has no {_TOKENIZER}')
+      return tokenizer
+    path = path / _TOKENIZER
+  if not path.is_file():
+    raise FileNotFoundError(f'no tokenizer: no such file: {path}')
+  try:
+    tokenizer = Tokenizer.load(path)
+  except ValueError:  # Perhaps it is one of a hub.
+    return hub_tokenizer.load(path, mask_id=mask_id)
+  if mask_id not in (None, tokenizer.vocab.mask_id):
+    raise ValueError(f'{mask_id=}, but in {path} it is 1')
+  return tokenizer
 
 
 def read_history(directory: Path) -> dict:
